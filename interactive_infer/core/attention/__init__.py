@@ -1,0 +1,1 @@
+"""Paged attention behind transformers' AttentionInterface: the interface, and one file a kernel."""

@@ -1,0 +1,584 @@
+"""The engine: a loaded model, its KV cache, and a step loop that runs on the caller's own event loop.
+
+The loop never waits for the device. Steps run on the device's thread; the loop's task awaits their completions, and
+commits and launches in between, a fraction of a millisecond at a time. While nothing is unfinished the engine has no
+task at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from interactive_infer.info import EngineInfo
+from interactive_infer.core.output import Output
+from interactive_infer.core.sampler import penalized
+from interactive_infer.core.sequence import Sequence
+from interactive_infer.errors import (
+    EngineClosedError,
+    InferError,
+    InvalidRequestError,
+    PromptTooLongError,
+    WrongLoopError,
+)
+from interactive_infer.generation import Generation, GenerationGroup
+from interactive_infer.interrupts import deferred_interrupts
+from interactive_infer.progress import ProgressBar
+from interactive_infer.prompts import Prompt
+from interactive_infer.sampling import SamplingParams
+from interactive_infer.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from interactive_infer.assembly import Parts
+
+Waiting = Literal["thread", "spin", "block"]
+
+_HEARTBEAT_S = 0.02
+
+
+class Engine:
+    """A model that continues texts, as tasks on the event loop of whoever uses it. Make one with `Engine.load`.
+
+    An engine binds to the running loop at its first asynchronous use; it binds again once that loop is closed or
+    nothing is unfinished, and raises WrongLoopError otherwise. An idle engine that nothing refers to is closed.
+    """
+
+    def __init__(self, parts: Parts, *, waiting: Waiting) -> None:
+        self.model: PreTrainedModel = parts.model
+        self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
+        self.name: str = parts.name
+        self.vocab_size: int = parts.vocab_size
+        self.max_length: int = parts.max_length
+        """Longest text, prompt and continuation together, in tokens."""
+        self.timeline: Timeline = parts.timeline
+        self.closed = False
+        self._parts = parts
+        self._waiting = waiting
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._task: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox_event = threading.Event()
+        self._prompts = parts.prompts
+        self._count = 0
+        self._held: dict[int, Generation] = {}
+        self._unfinished: dict[int, weakref.ref[Generation]] = {}
+        # The engine's own context: what its task starts belongs to no cell and no widget message.
+        self._context = contextvars.Context()
+
+    # -- loading and closing -----------------------------------------------------------------------------------
+
+    @classmethod
+    async def load(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        kv_cache_tokens: int | None = None,
+        page_size: int = 16,
+        max_batch_size: int | None = None,
+        max_step_tokens: int | None = None,
+        waiting: Waiting = "thread",
+        steps_in_flight: int = 2,
+        progress: bool = True,
+        freeze_gc: bool = True,
+    ) -> Engine:
+        """Load a model off the loop, drawing a progress bar on it.
+
+        `model`: None for the default (SmolLM2-135M-Instruct), a Hub id, a folder, a `.gguf` file, or a transformers
+        model object, which is used in place without a copy and stays usable by its owner.
+        `kv_cache_tokens`: capacity of the KV cache (default: enough for a few long texts, at most 1 GiB; see `info`).
+        `page_size`: tokens a page. `max_batch_size`: sequences a step; `max_step_tokens`: tokens a step, prefill
+        included. `waiting`: how the loop waits for the device ("spin" and "block" are for study: they hold it).
+        `freeze_gc`: on the first load of the process, move everything alive out of the garbage collector's sight
+        (`gc.freeze`): a full collection over torch and transformers would stall every thread for about 160 ms.
+
+        Raises InvalidRequestError, ModelNotFoundError, ModelLoadError or UnsupportedModelError.
+        """
+        options = _options(kv_cache_tokens, page_size, max_batch_size, max_step_tokens, waiting, steps_in_flight)
+        loop = asyncio.get_running_loop()
+        with ProgressBar(progress) as bar:
+
+            def report(stage: str, done: float) -> None:
+                loop.call_soon_threadsafe(bar.update, stage, done)
+
+            engine = await asyncio.to_thread(cls._load, model, tokenizer, device, dtype, options, report, waiting)
+        if freeze_gc:
+            _freeze_gc()
+        engine._bind()
+        return engine
+
+    @classmethod
+    def load_sync(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        kv_cache_tokens: int | None = None,
+        page_size: int = 16,
+        max_batch_size: int | None = None,
+        max_step_tokens: int | None = None,
+        waiting: Waiting = "thread",
+        steps_in_flight: int = 2,
+        progress: bool = True,
+        freeze_gc: bool = True,
+    ) -> Engine:
+        """`load` for a script or a synchronous cell."""
+        options = _options(kv_cache_tokens, page_size, max_batch_size, max_step_tokens, waiting, steps_in_flight)
+        with ProgressBar(progress) as bar:
+            engine = cls._load(model, tokenizer, device, dtype, options, bar.update, waiting)
+        if freeze_gc:
+            _freeze_gc()
+        return engine
+
+    @classmethod
+    def _load(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        device: Any,
+        dtype: Any,
+        options: dict[str, Any],
+        report: Callable[[str, float], None],
+        waiting: Waiting,
+    ) -> Engine:
+        from interactive_infer.assembly import assemble
+
+        parts = assemble(model, tokenizer=tokenizer, device=device, dtype=dtype, progress=report, **options)
+        return cls(parts, waiting=waiting)
+
+    async def close(self) -> int:
+        """Cancel what is unfinished, wait for the device, free everything; returns the bytes given back.
+
+        Weights count only if this engine loaded them. Closed already: 0.
+        """
+        if self.closed:
+            return 0
+        self._bind()
+        self._end_all()
+        while (flight := self._parts.flights.oldest) is not None:
+            await asyncio.to_thread(flight.completion.wait)
+            self._settle(flight)
+        return self._shut_down()
+
+    def close_sync(self) -> int:
+        """`close` for a script or a synchronous cell."""
+        if self.closed:
+            return 0
+        self._end_all()
+        while (flight := self._parts.flights.oldest) is not None:
+            flight.completion.wait()
+            self._settle(flight)
+        return self._shut_down()
+
+    def _end_all(self) -> None:
+        self.closed = True
+        self._drain()
+        for reference in list(self._unfinished.values()):
+            if (generation := reference()) is not None:
+                self._cancel(generation)
+        parts = self._parts
+        for sequence in [*parts.scheduler.waiting, *parts.scheduler.running, *parts.scheduler.paused]:
+            parts.scheduler.finish(sequence)
+
+    def _shut_down(self) -> int:
+        self.closed = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            self._heartbeat = None
+        freed = self._parts.close()
+        if self._parts.owned:
+            del self.model
+        return freed
+
+    def __del__(self) -> None:
+        # Idle, since an unfinished generation or a running task would refer to it: nothing is in flight.
+        if not getattr(self, "closed", True):
+            self._shut_down()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_sync()
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None, **sampling: Any) -> Generation: ...
+    @overload
+    def generate(
+        self, prompt: Seq[Any], params: SamplingParams | None = None, **sampling: Any
+    ) -> Generation | GenerationGroup: ...
+
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], params: SamplingParams | None = None, **sampling: Any
+    ) -> Generation | GenerationGroup:
+        """Continue a prompt (text, or token ids); returns at once.
+
+        A list of prompts, or `n` above 1, gives a GenerationGroup (prompt by prompt, `n` of each). `sampling` are
+        fields of SamplingParams. May be called from any thread.
+
+        Raises InvalidRequestError (unknown or impossible parameters, an empty prompt, token ids outside the
+        vocabulary), PromptTooLongError, EngineClosedError. For text of more than 2,000 characters, what needs its
+        tokens is raised at the first reader instead.
+        """
+        self._check_open()
+        params = SamplingParams.make(params, **sampling)
+        params.validate_for(self.vocab_size)
+        prompts, many = self._prompts.split(prompt)
+        prepared = [self._prompts.prepare(one) for one in prompts]  # all are checked before any is queued
+        generations = []
+        for text, ids in prepared:
+            generations += [self._start(text, ids, params.with_seed(sample), []) for sample in range(params.n)]
+        return GenerationGroup(generations) if many or params.n > 1 else generations[0]
+
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None, **sampling: Any
+    ) -> Generation | GenerationGroup:
+        """Answer a conversation (`[{"role": "user", "content": "…"}, …]`) with the model's chat template."""
+        self._check_open()
+        text = self._prompts.render_chat(messages)
+        params = SamplingParams.make(params, **sampling)
+        params.validate_for(self.vocab_size)
+        ids = self._prompts.tokenize(text, add_special_tokens=False)
+        self._prompts.check_length(text, ids, "messages")
+        generations = [self._start(text, ids, params.with_seed(sample), []) for sample in range(params.n)]
+        return GenerationGroup(generations) if params.n > 1 else generations[0]
+
+    def generate_sync(self, prompt: Any, params: SamplingParams | None = None, **sampling: Any) -> Any:
+        """`generate` for a script or a synchronous cell: the Completion, or the list of them for a group.
+
+        On a running loop the engine's steps are driven inline, nothing is patched, other generations move on too.
+        An interrupt cancels the generation and raises KeyboardInterrupt.
+        """
+        with deferred_interrupts() as interrupted:
+            asked = self.generate(prompt, params, **sampling)
+            self._drive_until([asked] if isinstance(asked, Generation) else list(asked), interrupted)
+        return asked.result_sync()
+
+    def info(self) -> EngineInfo:
+        """What is loaded, how it runs, and how full it is."""
+        self._check_open()
+        return self._parts.info(self._waiting)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget reusable pages: to be called after the model's weights were changed."""
+        self._check_open()
+        self._post(self._parts.cache.clear)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<Engine {self.name} closed>"
+        scheduler = self._parts.scheduler
+        return f"<Engine {self.name}: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting>"
+
+    # -- generations -------------------------------------------------------------------------------------------
+
+    def _start(
+        self, prompt: str | None, ids: list[int] | None, params: SamplingParams, preset: list[int]
+    ) -> Generation:
+        """Make a generation and queue it. `ids` None: the text is long and is tokenized on a thread first."""
+        self._check_open()
+        if ids is not None and len(ids) + len(preset) >= self.max_length:
+            raise PromptTooLongError(
+                "token",
+                preset,
+                f"prompt and shared part have {len(ids) + len(preset):,} tokens, the limit is {self.max_length:,}",
+            )
+        params = params.with_seed()
+        self._count += 1
+        number = self._count
+        output = Output(self._prompts.detokenizer(ids or []), tuple(params.stop), preset)
+        generation = Generation(self, number, prompt, params, output)
+        self._unfinished[number] = weakref.ref(generation)
+        weakref.finalize(generation, _abandon, weakref.ref(self), number).atexit = False
+        if ids is not None:
+            generation._prompt_ids = ids
+            self._queue(generation, number, ids, preset)
+        else:
+            assert prompt is not None
+            threading.Thread(
+                target=self._tokenize_and_queue,
+                args=(generation, number, prompt),
+                daemon=True,
+                name="interactive_infer tokenizer",
+            ).start()
+        return generation
+
+    def _queue(self, generation: Generation, number: int, ids: list[int], preset: list[int]) -> None:
+        """Give the scheduler its sequence, on whichever thread drives."""
+        params, output = generation.params, generation._output
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._parts.eos_token_ids
+        sequence = Sequence(number, ids + preset, params, output, token_limit=self.max_length, stop_ids=stop_ids)
+        sequence.prompt_length = len(ids)
+        generation._sequence = sequence
+        self._post(lambda: self._parts.scheduler.add(sequence) if output.finish_reason is None else None)
+
+    def _tokenize_and_queue(self, generation: Generation, number: int, prompt: str) -> None:
+        try:
+            ids = self._prompts.tokenize(prompt)
+            self._prompts.check_length(prompt, ids, "prompt")
+        except Exception as error:
+            problem = error if isinstance(error, InferError) else InvalidRequestError("prompt", prompt, str(error))
+            self._post(lambda: self._fail(generation, problem))
+            return
+        generation._prompt_ids = ids
+        generation._output.detokenizer = self._prompts.detokenizer(ids)
+        self._queue(generation, number, ids, [])
+
+    def _pause(self, generation: Generation) -> None:
+        if generation._sequence is not None:
+            self._parts.scheduler.pause(generation._sequence)
+
+    def _resume(self, generation: Generation) -> None:
+        if generation._sequence is not None:
+            self._parts.scheduler.resume(generation._sequence)
+
+    def _update(self, generation: Generation, params: SamplingParams) -> None:
+        sequence = generation._sequence
+        if sequence is None or sequence.finished:
+            return
+        had_penalties = penalized(sequence.params)
+        sequence.params = params
+        sequence.params_dirty = True
+        if penalized(params) and not had_penalties:
+            sequence.history_loaded = False
+        sequence.stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            sequence.stop_ids |= self._parts.eos_token_ids
+        if len(sequence.token_ids) >= sequence.max_length:
+            self._finish(generation, "length", None)
+
+    def _cancel(self, generation: Generation) -> None:
+        self._finish(generation, "cancelled", None)
+
+    def _fail(self, generation: Generation, error: BaseException) -> None:
+        self._finish(generation, "error", error)
+
+    def _finish(self, generation: Generation, reason: Any, error: BaseException | None) -> None:
+        output = generation._output
+        if output.finish_reason is not None:
+            return
+        if generation._sequence is not None:
+            self._parts.scheduler.finish(generation._sequence)
+        output.finish(reason, error)
+        self._release(generation.number)
+        output.notify()
+
+    def _release(self, number: int) -> None:
+        """A generation has ended: engine and generation let go of each other."""
+        self._held.pop(number, None)
+        reference = self._unfinished.pop(number, None)
+        generation = reference() if reference is not None else None
+        if generation is not None:
+            generation._let_go()
+
+    def _hold(self, generation: Generation) -> None:
+        """Somebody reads or displays it: it lives until it ends."""
+        if generation._output.finish_reason is None:
+            self._held[generation.number] = generation
+
+    def _abandoned(self, number: int) -> None:
+        """Nobody ever read it and nothing refers to it any more."""
+        self._unfinished.pop(number, None)
+        scheduler = self._parts.scheduler
+        for sequence in [*scheduler.waiting, *scheduler.running, *scheduler.paused]:
+            if sequence.arrival == number:
+                scheduler.finish(sequence)
+                sequence.output.finish("cancelled")
+
+    # -- driving -----------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineClosedError("this engine is closed; load it again with Engine.load")
+
+    def _bind(self) -> None:
+        """Bind to the running loop, if the engine may leave the one that it is bound to."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            old = self._loop
+            if old is not None and not old.is_closed() and old.is_running() and self._unfinished:
+                raise WrongLoopError(
+                    f"this engine has {len(self._unfinished)} unfinished generations on another event loop; await "
+                    "them there, or cancel them, before it is used from this one"
+                )
+            self._loop, self._thread_id = loop, threading.get_ident()
+            self._task = None
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+                self._heartbeat = None
+        self._wake()
+
+    def _post(self, what: Callable[[], None]) -> None:
+        """Have `what` done on the thread that drives: now if this is it, soon otherwise. From any thread."""
+        self._inbox.append(what)
+        self._inbox_event.set()
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return  # no loop yet: done by the first driver
+            self._loop, self._thread_id, self._task = loop, threading.get_ident(), None
+        if threading.get_ident() == self._thread_id:
+            with deferred_interrupts():
+                self._drain()
+            if loop.is_running():
+                loop.call_soon(self._wake)
+        else:
+            try:
+                loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                return  # the loop was closed this moment: done by the next driver
+
+    def _drain(self) -> None:
+        self._inbox_event.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _wake(self) -> None:
+        """On the loop: do what was asked, launch, and see to it that there is a task while there are flights."""
+        loop = self._loop
+        if self.closed or loop is None or loop.is_closed():
+            return
+        self._drain()
+        self._launch()
+        if len(self._parts.flights) and (self._task is None or self._task.done()):
+            self._task = loop.create_task(self._run(), name=f"interactive_infer {self.name}", context=self._context)
+        if self._unfinished and self._heartbeat is None:
+            self._beat(None)
+
+    def _launch(self) -> None:
+        while not self.closed and self._parts.flights.begin() is not None:
+            pass
+        self.timeline.recorder.runnable(time.perf_counter_ns(), self._parts.scheduler.num_runnable)
+
+    def _settle(self, flight: Any) -> None:
+        for sequence in self._parts.flights.finish(flight):
+            self._release(sequence.arrival)
+
+    async def _run(self) -> None:
+        """The step loop: await the oldest flight, commit it, launch the next. Ends when nothing is in flight."""
+        while (flight := self._parts.flights.oldest) is not None:
+            await self._landed(flight)
+            self._settle(flight)
+            self._drain()
+            self._launch()
+
+    async def _landed(self, flight: Any) -> None:
+        completion = flight.completion
+        if self._waiting == "block":
+            completion.wait()
+        elif self._waiting == "spin":
+            while not completion.done():
+                await asyncio.sleep(0)
+        else:
+            with contextlib.suppress(Exception):  # how it ended is `finish`'s business; this only waits
+                await completion
+
+    def _drive_until(self, generations: list[Generation], interrupted: Callable[[], bool]) -> None:
+        """Step the engine from this thread until all have ended, or wait if another thread's loop drives.
+
+        `interrupted()` True between two steps: they are cancelled, and the caller raises.
+        """
+        loop = self._loop
+        elsewhere = loop is not None and loop.is_running() and threading.get_ident() != self._thread_id
+        for generation in generations:
+            while generation._output.finish_reason is None:
+                if elsewhere:
+                    time.sleep(0.005)
+                else:
+                    self._step_inline()
+                if interrupted():
+                    for unfinished in generations:
+                        unfinished.cancel()
+                    if not elsewhere:
+                        self._drain()
+                    return
+
+    def _step_inline(self) -> None:
+        """What the loop's task does in one turn, waiting in place for at most 50 ms."""
+        self._drain()
+        self._launch()
+        flight = self._parts.flights.oldest
+        if flight is None:
+            self._inbox_event.wait(0.05)  # paused, or its prompt is being tokenized
+        elif flight.completion.wait(0.05):
+            self._settle(flight)
+
+    def _beat(self, due: float | None) -> None:
+        """The heartbeat: measures how late the loop is, while anything is unfinished; also lets it see interrupts."""
+        loop = self._loop
+        if loop is None or not self._unfinished or self.closed:
+            self._heartbeat = None
+            return
+        now = loop.time()
+        if due is not None:
+            self.timeline.recorder.lag(time.perf_counter_ns(), int(max(0.0, now - due) * 1e9))
+        self._heartbeat = loop.call_at(now + _HEARTBEAT_S, self._beat, now + _HEARTBEAT_S, context=self._context)
+
+
+def _abandon(engine: weakref.ref[Engine], number: int) -> None:
+    """Called by the garbage collector, on any thread and at any moment: only leaves a message."""
+    if (alive := engine()) is not None and number in alive._unfinished and not alive.closed:
+        alive._post(lambda: alive._abandoned(number))
+
+
+def _options(
+    kv_cache_tokens: int | None,
+    page_size: int,
+    max_batch_size: int | None,
+    max_step_tokens: int | None,
+    waiting: str,
+    steps_in_flight: int,
+) -> dict[str, Any]:
+    """The options that are not the model's, checked before anything is loaded."""
+    options = {
+        "kv_cache_tokens": kv_cache_tokens,
+        "page_size": page_size,
+        "max_batch_size": max_batch_size,
+        "max_step_tokens": max_step_tokens,
+        "steps_in_flight": steps_in_flight,
+    }
+    for argument, value in options.items():
+        optional = argument not in ("page_size", "steps_in_flight")
+        if not (value is None and optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidRequestError(argument, value, "must be a whole number, 1 or more")
+    if waiting not in ("thread", "spin", "block"):
+        raise InvalidRequestError("waiting", waiting, 'must be "thread", "spin" or "block"')
+    return options
+
+
+def _freeze_gc() -> None:
+    """Once a process: what is alive after a load stays alive, so later collections need not look at it."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()

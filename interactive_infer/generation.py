@@ -1,0 +1,454 @@
+"""What a cell holds in its hand: a text being written, its tokens, and the finished completion."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from interactive_infer.core.output import FinishReason, Output
+from interactive_infer.core.sequence import Sequence, State
+from interactive_infer.errors import EngineClosedError, InvalidRequestError
+from interactive_infer.interrupts import deferred_interrupts
+from interactive_infer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from interactive_infer.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another token that could have stood here. `logprob` is a natural logarithm."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. The texts of a generation's tokens, joined, are its text; a token that only begins a
+    character, or is a special token, has the text "". `index` counts from 0 at the first generated token.
+    `logprob` and `alternatives` (most likely first) are there when the generation was made with `logprobs`.
+    """
+
+    id: int
+    text: str
+    index: int
+    logprob: float | None = None
+    rank: int | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts, named as in the OpenAI API. `cached_tokens` of the prompt were reused from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a generation's time went, in seconds; None for what did not happen.
+
+    `queue`: from the call to the first step that held it. `time_to_first_token`: from the call to the first token on
+    the host. `total`: from the call to the end. `tokens_per_second`: over the time after the first token.
+    """
+
+    queue: float | None
+    time_to_first_token: float | None
+    total: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generation came to. `token_ids` are the generated ones, a stop token among them; `text` leaves out
+    special tokens and the stop string. `tokens` carry the log-probabilities where they were asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    usage: Usage
+    timing: Timing
+    tokens: tuple[Token, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class _Readers:
+    """Futures of readers that wait for something new. A listener of the output; it does not refer to the generation."""
+
+    def __init__(self) -> None:
+        self.futures: set[asyncio.Future[None]] = set()
+
+    def __call__(self) -> None:
+        futures, self.futures = self.futures, set()
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
+
+
+class Generation:
+    """One prompt being continued. Made by `Engine.generate`, `Engine.chat`, `branch` and `continue_`.
+
+    - `await gen` gives the `Completion`; `async for token in gen` gives its tokens from the first one on, to any
+      number of readers. Both belong to the engine's event loop.
+    - `pause`, `resume`, `cancel`, `update`, `branch` and `continue_` may be called from any thread.
+    - Cancelling a reader that waits (an interrupted cell) cancels the generation; `asyncio.shield(gen)` protects it.
+    - An unfinished generation keeps its engine alive; a finished one does not.
+    - One that nobody has read or displayed and nothing refers to is cancelled.
+    """
+
+    def __init__(self, engine: Engine, number: int, prompt: str | None, params: SamplingParams, output: Output) -> None:
+        self._engine: Engine | None = engine
+        self._engine_ref = weakref.ref(engine)
+        self.number = number
+        """Counts the engine's generations from 1."""
+        self.prompt = prompt
+        """The prompt's text, or None when it was given as token ids."""
+        self.params = params
+        """The sampling parameters in force; `params.seed` is the seed in use."""
+        self._prompt_ids: list[int] | None = None  # None while a long prompt is tokenized
+        self._output = output
+        self._sequence: Sequence | None = None
+        self._readers = _Readers()
+        output.listeners.append(self._readers)
+        self._tokens: list[Token] = []
+        self._tokenizer = engine.tokenizer
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The text so far: never text that could still turn out to be part of a stop string or half a character."""
+        return self._output.text
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """The tokens so far (those whose text is decided)."""
+        return tuple(self._visible_tokens())
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of all tokens generated so far."""
+        return tuple(self._output.token_ids)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """The prompt's token ids, or None while a long prompt is still being tokenized."""
+        return tuple(self._prompt_ids) if self._prompt_ids is not None else None
+
+    @property
+    def state(self) -> Literal["waiting", "running", "paused", "finished"]:
+        if self._output.finish_reason is not None:
+            return "finished"
+        return self._sequence.state.value if self._sequence is not None else State.WAITING.value
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """`stop`, `length`, `cancelled` or `error`; None while unfinished."""
+        return self._output.finish_reason
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made it fail, if it did."""
+        return self._output.error
+
+    @property
+    def timing(self) -> Timing:
+        output = self._output
+        times, tokens_per_second = output.times_ns, None
+        if len(times) > 1 and times[-1] > times[0]:
+            tokens_per_second = (len(times) - 1) / ((times[-1] - times[0]) / 1e9)
+
+        def since_call(at_ns: int | None) -> float | None:
+            return None if at_ns is None else (at_ns - output.created_ns) / 1e9
+
+        return Timing(
+            since_call(output.scheduled_ns),
+            since_call(times[0] if times else None),
+            since_call(output.finished_ns),
+            tokens_per_second,
+        )
+
+    @property
+    def completion(self) -> Completion:
+        """What there is now, finished or not."""
+        output, sequence = self._output, self._sequence
+        usage = Usage(
+            prompt_tokens=len(self._prompt_ids or ()),
+            completion_tokens=len(output.token_ids),
+            cached_tokens=sequence.num_reused if sequence is not None else 0,
+        )
+        return Completion(output.text, tuple(output.token_ids), output.finish_reason, usage, self.timing, self.tokens)
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self._finished().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return _TokenReader(self)
+
+    def future(self) -> asyncio.Future[Completion]:
+        """A real asyncio future of the completion, for `asyncio.wait`; cancelling it cancels the generation."""
+        self._begin_reading()
+        return asyncio.ensure_future(self._finished())
+
+    def result_sync(self) -> Completion:
+        """The completion, from a synchronous cell or a script: steps the engine until this generation has ended.
+
+        Other generations move on too. Patches nothing. An interrupt cancels this generation and raises
+        KeyboardInterrupt.
+        """
+        if self._output.finish_reason is None:
+            with deferred_interrupts() as interrupted:
+                self._live_engine()._drive_until([self], interrupted)
+        return self._result()
+
+    async def _finished(self) -> Completion:
+        self._begin_reading()
+        while self._output.finish_reason is None:
+            await self._changed()
+        return self._result()
+
+    def _begin_reading(self) -> None:
+        """A reader has come: the engine binds to its loop, and holds this generation until it ends."""
+        if self._output.finish_reason is None:
+            engine = self._live_engine()
+            engine._bind()
+            engine._hold(self)
+
+    async def _changed(self) -> None:
+        """Wait until there is something new. Cancelled here: the generation is cancelled with its reader."""
+        future = asyncio.get_running_loop().create_future()
+        self._readers.futures.add(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._readers.futures.discard(future)
+
+    def _result(self) -> Completion:
+        if self._output.error is not None:
+            raise self._output.error.with_traceback(None)  # every reader's own traceback, not a growing one
+        return self.completion
+
+    def _visible_tokens(self) -> list[Token]:
+        visible, made = self._output.decode(), self._tokens
+        if len(made) < visible:
+            output = self._output
+            for index in range(len(made), visible):
+                token_id, text = output.token_ids[index], output.piece(index)
+                at = output.logprobs.get(index)
+                if at is None:
+                    made.append(Token(token_id, text, index))
+                else:
+                    alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
+                    made.append(Token(token_id, text, index, at.logprob, at.rank, alternatives))
+        return made
+
+    def _text_of(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    # -- steering ----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """No further step is planned; tokens already in flight (at most two) still arrive."""
+        self._ask(lambda engine: engine._pause(self))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._ask(lambda engine: engine._resume(self))
+
+    def cancel(self) -> None:
+        """End it now with `cancelled`; the partial text is kept. Nothing more is published. Ended already: nothing."""
+        self._ask(lambda engine: engine._cancel(self))
+
+    def update(self, **changes: Any) -> None:
+        """Change sampling parameters from the next planned step on.
+
+        Raises InvalidRequestError for an unknown or impossible value, and for what cannot change while running.
+        """
+        engine = self._engine_ref()
+        params = self.params.updated(**changes)
+        if engine is not None:
+            params.validate_for(engine.vocab_size)
+        self.params = params
+        self._ask(lambda engine: engine._update(self, params))
+
+    def branch(self, at: int, token: str | int | None = None, **changes: Any) -> Generation:
+        """A new generation with this one's first `at` generated tokens, that goes its own way from there.
+
+        `token` (a token id, or text of one or more tokens) is put in first. The shared part counts as generated: it
+        is in the branch's `text`, `tokens`, penalties and `max_tokens`, as if the branch had been written from the
+        start. Its pages are reused: less than one page is computed again. `changes` are sampling parameters; unless a
+        seed is given a new one is drawn.
+
+        Raises InvalidRequestError when `at` is not an index of a token, 0 to the number of tokens so far.
+        """
+        shared = self._shared(at)
+        changes.setdefault("seed", None)
+        params = self.params.replace(**changes)
+        engine = self._live_engine()
+        return engine._start(self.prompt, self._prompt_ids, params, shared + engine._prompts.forced_ids(token))
+
+    def continue_(self, max_tokens: int | None = None, **changes: Any) -> Generation:
+        """A new generation that goes on where this one ended, for `max_tokens` more tokens (default: as many again).
+
+        Where a stop token ended this one, that token is left out and cannot be drawn again at once.
+        """
+        shared = self._shared(len(self._output.token_ids))
+        if shared and self._sequence is not None and shared[-1] in self._sequence.stop_ids:
+            shared = shared[:-1]
+            changes.setdefault("min_tokens", len(shared) + 1)
+        more = self.params.max_tokens if max_tokens is None else max_tokens
+        params = self.params.replace(**{**changes, "max_tokens": len(shared) + more})
+        return self._live_engine()._start(self.prompt, self._prompt_ids, params, shared)
+
+    def _shared(self, at: int) -> list[int]:
+        token_ids = self._output.token_ids
+        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(token_ids):
+            raise InvalidRequestError("at", at, f"give the index of a generated token, 0 to {len(token_ids)} so far")
+        if self._prompt_ids is None:
+            raise InvalidRequestError("at", at, "the prompt is still being tokenized; await the first token before")
+        return token_ids[:at]
+
+    def _ask(self, what: Any) -> None:
+        engine = self._engine
+        if engine is not None and self._output.finish_reason is None:
+            engine._post(lambda: what(engine))
+
+    def _live_engine(self) -> Engine:
+        engine = self._engine_ref()
+        if engine is None or engine.closed:
+            raise EngineClosedError(
+                "the engine of this generation is closed (or was dropped: nothing referred to it); load it again"
+            )
+        return engine
+
+    def _let_go(self) -> None:
+        """It has ended: it keeps its engine alive no longer."""
+        self._engine = None
+
+    # -- display -----------------------------------------------------------------------------------------------
+
+    def show(self) -> Generation:
+        """Display the live stream now (in a notebook; elsewhere nothing) and return this generation."""
+        from interactive_infer.notebook.display import show
+
+        show(self)
+        return self
+
+    def _ipython_display_(self) -> None:
+        from interactive_infer.notebook.display import show
+
+        show(self)
+
+    def __repr__(self) -> str:
+        text = self.text
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        return f"<Generation {self.number} {self.finish_reason or self.state}: {shown!r}>"
+
+
+class _TokenReader:
+    """One `async for` over a generation. Ends when it ends; raises what made it fail."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._index = 0
+        generation._begin_reading()
+
+    def __aiter__(self) -> _TokenReader:
+        return self
+
+    async def __anext__(self) -> Token:
+        generation = self._generation
+        while True:
+            ended = generation._output.finish_reason is not None
+            tokens = generation._visible_tokens()
+            if self._index < len(tokens):
+                self._index += 1
+                return tokens[self._index - 1]
+            if ended:
+                generation._result()
+                raise StopAsyncIteration
+            await generation._changed()
+
+
+class GenerationGroup(Seq[Generation]):
+    """Several generations with the same verbs, side by side: a sequence of them.
+
+    `await group` gives the list of completions, in order.
+    """
+
+    def __init__(self, generations: list[Generation]) -> None:
+        self._generations = generations
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._generations[index]
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._generations)
+
+    def __await__(self) -> Generator[Any, None, list[Completion]]:
+        return self._finished().__await__()
+
+    async def _finished(self) -> list[Completion]:
+        for generation in self._generations:
+            generation._begin_reading()
+        return list(await asyncio.gather(*self._generations))
+
+    def result_sync(self) -> list[Completion]:
+        """The completions, from a synchronous cell or a script; an interrupt cancels them all."""
+        unfinished = [generation for generation in self._generations if generation.finish_reason is None]
+        if unfinished:
+            with deferred_interrupts() as interrupted:
+                unfinished[0]._live_engine()._drive_until(unfinished, interrupted)
+        return [generation._result() for generation in self._generations]
+
+    @property
+    def texts(self) -> list[str]:
+        return [generation.text for generation in self._generations]
+
+    def pause(self) -> None:
+        for generation in self._generations:
+            generation.pause()
+
+    def resume(self) -> None:
+        for generation in self._generations:
+            generation.resume()
+
+    def cancel(self) -> None:
+        for generation in self._generations:
+            generation.cancel()
+
+    def update(self, **changes: Any) -> None:
+        for generation in self._generations:
+            generation.update(**changes)
+
+    def show(self) -> GenerationGroup:
+        """Display all streams now and return this group."""
+        for generation in self._generations:
+            generation.show()
+        return self
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+    def __repr__(self) -> str:
+        return f"<GenerationGroup {self._generations!r}>"

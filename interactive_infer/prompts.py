@@ -1,0 +1,124 @@
+"""From what a caller gives as a prompt to token ids, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from interactive_infer.core.detokenizer import Detokenizer, TokenTexts
+from interactive_infer.errors import InvalidRequestError, PromptTooLongError
+
+Prompt = str | Sequence[int]
+
+# Text up to this many characters is tokenized at the call (well under a millisecond), longer text on a thread.
+SHORT_TEXT = 2_000
+
+
+class Prompts:
+    """The checks of prompts for one model. Errors name the argument, and come before anything is queued."""
+
+    def __init__(
+        self, tokenizer: Any, tokenizer_problem: str | None, *, vocab_size: int, max_length: int, limits: str
+    ) -> None:
+        """`max_length`: the longest text, prompt and continuation, in tokens; `limits` says in words where it comes
+        from. `tokenizer` None: prompts are token ids, and `tokenizer_problem` says why."""
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self._tokenizer = tokenizer
+        self._problem = tokenizer_problem or "this engine has no tokenizer"
+        self._limits = limits
+        self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer | None:
+        """For a text that continues `prompt_ids`; None without a tokenizer."""
+        return Detokenizer(self._texts, prompt_ids) if self._texts is not None else None
+
+    def split(self, prompt: Any) -> tuple[list[Prompt], bool]:
+        """The prompts that were given, and whether they were given as a list."""
+        if isinstance(prompt, str):
+            return [prompt], False
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise InvalidRequestError("prompt", prompt, "give text, a list of token ids, or a list of those")
+        items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if not items:
+            raise InvalidRequestError("prompt", prompt, "is empty; give some text, or token ids")
+        if _are_ids(items):
+            return [items], False
+        for item in items:
+            if not isinstance(item, str) and not (isinstance(item, Sequence) and item and _are_ids(item)):
+                raise InvalidRequestError("prompt", item, "each prompt is text or a list of token ids, and not empty")
+        return items, True
+
+    def prepare(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """A checked prompt: its text if it has one, and its token ids unless the text is long."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("prompt", prompt, "is empty; give some text, or token ids")
+            if self._tokenizer is not None and len(prompt) > SHORT_TEXT:
+                return prompt, None
+            ids = self.tokenize(prompt)
+            self.check_length(prompt, ids, "prompt")
+            return prompt, ids
+        ids = [int(token_id) for token_id in prompt]
+        for token_id in ids:
+            self._check_id("prompt", token_id)
+        self.check_length(prompt, ids, "prompt")
+        return None, ids
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError("prompt", text, f"{self._problem}; give token ids, or load with tokenizer=")
+        # The batch call releases the GIL, the single one does not.
+        batch = self._tokenizer([text], add_special_tokens=add_special_tokens, verbose=False)
+        return list(batch["input_ids"][0])
+
+    def check_length(self, prompt: object, ids: Sequence[int], argument: str) -> None:
+        if not ids:
+            raise InvalidRequestError(argument, prompt, "is empty; there is no token to continue from")
+        if len(ids) >= self.max_length:
+            raise PromptTooLongError(
+                argument,
+                prompt,
+                f"has {len(ids):,} tokens, and at most {self.max_length - 1:,} fit with one more to come "
+                f"({self._limits}): shorten it, or load with a larger kv_cache_tokens=",
+            )
+
+    def render_chat(self, messages: Any) -> str:
+        """The text that the model's chat template makes of `messages`, up to where the answer begins."""
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError("messages", messages, 'give a list of messages, each {"role": …, "content": …}')
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise InvalidRequestError("messages", message, 'a message needs "role" and "content"')
+        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "messages", messages, "this model has no chat template; use generate() with a prompt of your own"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise InvalidRequestError("messages", messages, f"the chat template refused them: {error}") from error
+        return str(text)
+
+    def forced_ids(self, token: Any) -> list[int]:
+        """Token ids that a branch puts in: `token` as an id, or as text; none for None."""
+        if token is None:
+            return []
+        if isinstance(token, int) and not isinstance(token, bool):
+            self._check_id("token", token)
+            return [token]
+        if not isinstance(token, str) or not token:
+            raise InvalidRequestError("token", token, "give a token id or some text")
+        return self.tokenize(token, add_special_tokens=False)
+
+    def _check_id(self, argument: str, token_id: int) -> None:
+        if not 0 <= token_id < self.vocab_size:
+            raise InvalidRequestError(
+                argument, token_id, f"is not a token id of this model (0 to {self.vocab_size - 1})"
+            )
+
+
+def _are_ids(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)

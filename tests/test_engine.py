@@ -1,0 +1,580 @@
+"""The engine from outside: reading, steering, references, loops, bad input, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from interactive_infer import (
+    DeviceError,
+    Engine,
+    EngineClosedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    ReentrantStepError,
+    WrongLoopError,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+PROMPT = [5, 9, 2, 7, 11, 3]
+
+
+async def load(**options):
+    options = {"kv_cache_tokens": 1024, "page_size": 4, **options}
+    return await Engine.load(tiny_model("llama"), progress=False, freeze_gc=False, **options)
+
+
+@pytest.fixture
+async def engine():
+    async with await load() as engine:
+        yield engine
+        await settled(engine)
+        engine._parts.cache.check(held=[])
+
+
+async def settled(engine):
+    """Wait until nothing is in flight and nothing unfinished but what is paused."""
+    while len(engine._parts.flights) or engine._parts.scheduler.num_runnable:
+        await asyncio.sleep(0.001)
+
+
+def ask(engine, prompt=PROMPT, **sampling):
+    sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, **sampling}
+    return engine.generate(prompt, **sampling)
+
+
+class TestReading:
+    async def test_await_gives_the_completion(self, engine):
+        done = await ask(engine, max_tokens=7)
+        assert len(done.token_ids) == 7
+        assert done.finish_reason == "length"
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 7)
+        assert 0 <= done.timing.time_to_first_token <= done.timing.total
+
+    async def test_every_reader_sees_every_token_from_the_start(self, engine):
+        gen = ask(engine)
+
+        async def read():
+            return [token.id async for token in gen]
+
+        first, second = await asyncio.gather(read(), read())
+        late = await read()
+        assert first == second == late == list(gen.token_ids)
+        assert [token.index for token in gen.tokens] == list(range(20))
+
+    async def test_several_generations_advance_in_turn(self, engine):
+        order = []
+
+        async def read(name, gen):
+            async for _ in gen:
+                order.append(name)
+
+        await asyncio.gather(*(read(i, ask(engine, [i + 1, 2, 3])) for i in range(4)))
+        middle = order[8:-8]
+        assert all(middle.count(name) > 5 for name in range(4))
+        assert any(a != b for a, b in itertools.pairwise(middle))
+
+    async def test_break_does_not_cancel(self, engine):
+        gen = ask(engine)
+        async for _ in gen:
+            break
+        assert (await gen).finish_reason == "length"
+
+    async def test_an_exception_in_the_body_does_not_cancel(self, engine):
+        gen = ask(engine)
+        with pytest.raises(ZeroDivisionError):
+            async for _ in gen:
+                _ = 1 / 0
+        assert (await gen).finish_reason == "length"
+
+    async def test_a_generation_once_read_is_held_until_it_ends(self, engine):
+        gen = ask(engine, max_tokens=200)
+        async for _ in gen:
+            break
+        output, alive = gen._output, weakref.ref(gen)
+        del gen
+        while output.finish_reason is None:
+            await asyncio.sleep(0.001)
+        assert output.finish_reason == "length"
+        await asyncio.sleep(0)
+        gc.collect()
+        assert alive() is None
+
+    async def test_future_works_with_asyncio_wait(self, engine):
+        futures = [ask(engine, max_tokens=n).future() for n in (3, 5)]
+        done, pending = await asyncio.wait(futures)
+        assert not pending
+        assert sorted(len(future.result().token_ids) for future in done) == [3, 5]
+
+    async def test_logprobs_are_those_of_the_model(self, engine):
+        done = await ask(engine, logprobs=3, max_tokens=4)
+        ids = torch.tensor([PROMPT + list(done.token_ids)])
+        with torch.no_grad():
+            logprobs = engine.model(ids).logits[0].float().log_softmax(-1)
+        for token in done.tokens:
+            expected = logprobs[len(PROMPT) + token.index - 1]
+            assert token.logprob == pytest.approx(float(expected[token.id]), abs=1e-4)
+            assert token.rank == 1
+            assert [a.id for a in token.alternatives] == expected.topk(3).indices.tolist()
+
+
+class TestSteering:
+    async def test_cancel_ends_every_reader_and_raises_nothing(self, engine):
+        gen = ask(engine, max_tokens=500)
+        seen = []
+
+        async def read():
+            async for token in gen:
+                seen.append(token.id)
+                if len(seen) == 3:
+                    gen.cancel()
+
+        _, done = await asyncio.gather(read(), gen)
+        assert done.finish_reason == "cancelled"
+        assert list(done.token_ids) == seen
+        await settled(engine)
+        assert list(gen.token_ids) == seen, "nothing is published after cancel()"
+
+    @pytest.mark.parametrize("after", [0, 1, 2, 5])
+    async def test_cancelled_reader_cancels_and_is_raised_to_it_alone(self, engine, after):
+        gen, other = ask(engine, max_tokens=500), ask(engine, [1, 2, 3])
+        reader = asyncio.ensure_future(gen._finished())
+        bystander = asyncio.ensure_future(gen._finished())
+        while len(gen.token_ids) < after:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert (await bystander).finish_reason == "cancelled"
+        assert (await other).finish_reason == "length"
+
+    async def test_shield_protects(self, engine):
+        gen = ask(engine)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(gen), 0)
+        assert (await gen).finish_reason == "length"
+
+    async def test_wait_for_cancels(self, engine):
+        gen = ask(engine, max_tokens=500)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(gen, 0.001)
+        assert gen.finish_reason == "cancelled"
+
+    async def test_pause_stops_planning_and_resume_goes_on_with_the_same_tokens(self, engine):
+        expected = (await ask(engine, max_tokens=60)).token_ids
+        gen = ask(engine, max_tokens=60)
+        async for _ in gen:
+            break
+        before = len(gen.token_ids)
+        gen.pause()
+        await settled(engine)
+        assert gen.state == "paused"
+        assert len(gen.token_ids) <= before + 2
+        held = gen.token_ids
+        await ask(engine, [4, 4, 4])
+        assert gen.token_ids == held
+        gen.resume()
+        assert (await gen).token_ids == expected
+
+    async def test_update_holds_from_the_next_planned_step(self, engine):
+        gen = ask(engine, max_tokens=400)
+        async for token in gen:
+            if token.index == 4:
+                gen.update(max_tokens=12)
+        assert gen.finish_reason == "length"
+        assert 12 <= len(gen.token_ids) <= 12 + 2
+
+    async def test_penalties_can_be_switched_on_while_it_runs(self, engine):
+        gen = ask(engine, max_tokens=80)
+        async for token in gen:
+            if token.index == 10:
+                gen.update(frequency_penalty=2.0, presence_penalty=2.0)
+        assert gen.finish_reason == "length"
+        assert len(set(gen.token_ids[40:])) > 1
+
+    async def test_branch_without_a_token_writes_the_same_text(self, engine):
+        gen = ask(engine)
+        await gen
+        branch = gen.branch(at=13)
+        done = await branch
+        assert done.token_ids == gen.token_ids
+        recomputed = len(PROMPT) + 13 - branch._sequence.num_reused
+        assert 0 < recomputed < 4
+
+    async def test_branch_with_a_token_is_what_that_text_would_have_become(self, engine):
+        gen = ask(engine)
+        await gen
+        branch = await gen.branch(at=6, token=17)
+        fresh = await ask(engine, [*PROMPT, *gen.token_ids[:6], 17], max_tokens=13)
+        assert branch.token_ids == (*gen.token_ids[:6], 17, *fresh.token_ids)
+
+    async def test_branch_of_a_running_generation(self, engine):
+        gen = ask(engine, max_tokens=60)
+        async for token in gen:
+            if token.index == 9:
+                branch = gen.branch(at=5)
+                break
+        assert (await branch).token_ids[:60] == (await gen).token_ids
+
+    async def test_continue_goes_on(self, engine):
+        long = await ask(engine, max_tokens=30)
+        gen = ask(engine, max_tokens=10)
+        await gen
+        assert (await gen.continue_(20)).token_ids == long.token_ids
+
+    async def test_steering_from_another_thread(self, engine):
+        gens = []
+
+        def steer():
+            gens.append(ask(engine, max_tokens=500))
+            gens.append(ask(engine, max_tokens=5))
+            gens[0].pause()
+            gens[0].resume()
+            gens[0].cancel()
+
+        thread = threading.Thread(target=steer)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert (await gens[0]).finish_reason == "cancelled"
+        assert (await gens[1]).finish_reason == "length"
+
+
+class TestReferences:
+    async def test_unread_and_unreferenced_is_cancelled(self, engine):
+        gen = ask(engine, max_tokens=900)
+        output = gen._output
+        del gen
+        gc.collect()
+        await settled(engine)
+        assert output.finish_reason == "cancelled"
+
+    async def test_idle_engine_that_nothing_refers_to_is_closed(self):
+        gc.collect()
+        gc.disable()
+        try:
+            engine = await load()
+            gen = ask(engine)
+            await gen
+            await settled(engine)
+            await asyncio.sleep(0.05)
+            parts, alive = engine._parts, weakref.ref(engine)
+            del engine
+            await asyncio.sleep(0)
+            assert alive() is None, "no reference cycle, and the finished generation does not hold it"
+            assert not parts.device._thread.is_alive()
+            with pytest.raises(EngineClosedError):
+                gen.branch(at=3)
+        finally:
+            gc.enable()
+
+    async def test_loading_three_times_does_not_keep_three(self):
+        engines = []
+        for _ in range(3):
+            engine = await load()
+            await ask(engine, max_tokens=3)
+            await settled(engine)
+            await asyncio.sleep(0.05)
+            engines.append(weakref.ref(engine))
+        await asyncio.sleep(0)
+        assert [e() is not None for e in engines] == [False, False, True]
+        await engine.close()
+
+    async def test_an_unfinished_generation_keeps_its_engine(self):
+        gen = ask(await load(), max_tokens=100)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert len((await gen).token_ids) == 100
+
+
+class TestLoops:
+    def test_a_second_loop_after_the_first(self):
+        engine = asyncio.run(load())
+
+        async def use():
+            return (await ask(engine)).token_ids
+
+        assert asyncio.run(use()) == asyncio.run(use())
+        assert engine.close_sync() > 0
+
+    def test_another_loop_while_generations_are_unfinished_is_an_error(self):
+        async def main():
+            async with await load() as engine:
+                gen = ask(engine, max_tokens=900)
+                errors = []
+
+                def elsewhere():
+                    async def use():
+                        await gen
+
+                    try:
+                        asyncio.run(use())
+                    except WrongLoopError as error:
+                        errors.append(error)
+
+                async for _ in gen:
+                    break
+                await asyncio.to_thread(elsewhere)
+                assert len(errors) == 1
+                assert gen.finish_reason is None, "the running generation is not touched"
+                gen.cancel()
+
+        asyncio.run(main())
+
+    def test_uvloop(self):
+        uvloop = pytest.importorskip("uvloop")
+
+        async def main():
+            async with await load() as engine:
+                return (await ask(engine)).finish_reason
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            assert runner.run(main()) == "length"
+
+    def test_script_without_a_loop(self):
+        with Engine.load_sync(
+            tiny_model("llama"), kv_cache_tokens=256, page_size=4, progress=False, freeze_gc=False
+        ) as engine:
+            assert len(engine.generate_sync(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+
+    async def test_generate_sync_on_a_running_loop_moves_others_on(self, engine):
+        other = ask(engine, [1, 2, 3], max_tokens=60)
+        await asyncio.sleep(0)
+        done = engine.generate_sync(PROMPT, max_tokens=30, ignore_eos=True, temperature=0)
+        assert len(done.token_ids) == 30
+        assert len(other.token_ids) >= 25
+        assert done.token_ids == (await ask(engine, max_tokens=30)).token_ids
+        assert (await other).finish_reason == "length"
+
+    async def test_the_loop_turns_while_the_device_works(self, engine):
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        ticking = asyncio.ensure_future(tick())
+        await ask(engine, max_tokens=100)
+        ticking.cancel()
+        assert ticks > 100
+
+    @pytest.mark.parametrize("waiting", ["spin", "block"])
+    async def test_other_ways_of_waiting(self, waiting):
+        async with await load(waiting=waiting, steps_in_flight=1) as engine:
+            assert len((await ask(engine)).token_ids) == 20
+
+    def test_interrupting_generate_sync_at_random_moments_loses_no_page(self):
+        with Engine.load_sync(
+            tiny_model("llama"), kv_cache_tokens=256, page_size=4, progress=False, freeze_gc=False
+        ) as engine:
+            interrupted = 0
+            for attempt in range(300):
+                timer = threading.Timer((attempt % 50) * 0.0002, os.kill, (os.getpid(), signal.SIGINT))
+                try:
+                    timer.start()
+                    engine.generate_sync(PROMPT, max_tokens=200, ignore_eos=True)
+                    timer.join()
+                except KeyboardInterrupt:
+                    interrupted += 1
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                while (flight := engine._parts.flights.oldest) is not None:
+                    flight.completion.wait()
+                    engine._settle(flight)
+                engine._parts.cache.check(held=[])
+            assert interrupted > 200
+            assert len(engine.generate_sync(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+class TestFailures:
+    async def test_a_failing_forward_reaches_every_reader_and_nobody_else(self, engine):
+        fail = True
+
+        def hook(module, args):
+            if fail:
+                raise ValueError("planted")
+
+        first = await ask(engine, max_tokens=3)
+        handle = engine.model.register_forward_pre_hook(hook)
+        gen = ask(engine)
+        results = await asyncio.gather(gen, gen.future(), return_exceptions=True)
+        handle.remove()
+        assert [type(result) for result in results] == [DeviceError, DeviceError]
+        assert gen.finish_reason == "error"
+        with pytest.raises(DeviceError, match="planted"):
+            async for _ in gen:
+                pass
+        assert (await ask(engine, max_tokens=3)).token_ids == first.token_ids
+
+    async def test_reentrant_use_raises(self, engine):
+        gen = ask(engine)
+        caught = []
+
+        def listener():
+            try:
+                engine.generate_sync(PROMPT, max_tokens=2)
+            except ReentrantStepError as error:
+                caught.append(error)
+
+        gen._output.listeners.append(listener)
+        await gen
+        assert caught
+
+    async def test_nan_logits_fail_that_text_alone(self, engine):
+        poison = 77
+        embedding = engine.model.get_input_embeddings()
+
+        def hook(module, args, output):
+            return output.masked_fill((args[0] == poison)[..., None], float("nan"))
+
+        handle = embedding.register_forward_hook(hook)
+        bad, good = ask(engine, [1, poison, 3]), ask(engine, [1, 2, 3], logit_bias={poison: -100})
+        with pytest.raises(DeviceError, match="not numbers"):
+            await bad
+        assert (await good).finish_reason == "length"
+        again = await ask(engine, [1, 2, 3, 4, 5, 6, 7, 8], logit_bias={poison: -100})
+        assert again.finish_reason == "length"
+        handle.remove()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("prompt", "sampling", "argument"),
+        [
+            ([], {}, "prompt"),
+            ([[]], {}, "prompt"),
+            (None, {}, "prompt"),
+            ([1.5], {}, "prompt"),
+            ([-1], {}, "prompt"),
+            ([10**6], {}, "prompt"),
+            (PROMPT, {"temperature": float("nan")}, "temperature"),
+            (PROMPT, {"temperature": -1}, "temperature"),
+            (PROMPT, {"top_p": 0}, "top_p"),
+            (PROMPT, {"max_tokens": 0}, "max_tokens"),
+            (PROMPT, {"temprature": 1}, "temprature"),
+            (PROMPT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+            (PROMPT, {"logit_bias": {10**6: 1.0}}, "logit_bias"),
+        ],
+    )
+    async def test_answered_at_the_call(self, engine, prompt, sampling, argument):
+        running = ask(engine)
+        with pytest.raises(InvalidRequestError, match=argument) as caught:
+            engine.generate(prompt, **sampling)
+        assert caught.value.argument == argument
+        assert (await running).finish_reason == "length"
+
+    async def test_prompt_longer_than_the_cache(self):
+        async with await load(kv_cache_tokens=64) as engine:
+            with pytest.raises(PromptTooLongError, match="kv_cache_tokens"):
+                engine.generate([1] * 64)
+
+    async def test_text_without_tokenizer(self, engine):
+        with pytest.raises(InvalidRequestError, match="tokenizer"):
+            engine.generate("text")
+
+    async def test_closed_engine(self):
+        engine = await load()
+        gen = ask(engine, max_tokens=500)
+        assert await engine.close() > 0
+        assert await engine.close() == 0
+        assert gen.finish_reason == "cancelled"
+        assert (await gen).finish_reason == "cancelled"
+        with pytest.raises(EngineClosedError):
+            engine.generate(PROMPT)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"page_size": 0}, {"kv_cache_tokens": -5}, {"steps_in_flight": 0}, {"waiting": "never"}],
+    )
+    async def test_options(self, options):
+        with pytest.raises(InvalidRequestError, match=next(iter(options))):
+            await load(**options)
+
+    async def test_branch_beyond_the_text(self, engine):
+        gen = ask(engine)
+        await gen
+        with pytest.raises(InvalidRequestError, match="at="):
+            gen.branch(at=21)
+        with pytest.raises(InvalidRequestError, match="token="):
+            gen.branch(at=2, token=10**6)
+
+
+class TestText:
+    @pytest.fixture
+    async def engine(self):
+        model = tiny_model("llama")
+        tokenizer = tiny_tokenizer()
+        async with await Engine.load(
+            model, tokenizer=tokenizer, kv_cache_tokens=8192, progress=False, freeze_gc=False
+        ) as engine:
+            yield engine
+
+    async def test_token_texts_joined_are_the_text(self, engine):
+        done = await ask(engine, "hello")
+        assert "".join(token.text for token in done.tokens) == done.text
+
+    async def test_long_text_is_tokenized_elsewhere_and_its_error_comes_at_the_reader(self, engine):
+        gen = engine.generate("word " * 20_000, max_tokens=3)
+        with pytest.raises(PromptTooLongError):
+            await gen
+        with pytest.raises(PromptTooLongError):
+            async for _ in gen:
+                pass
+
+    async def test_stop_string_is_never_shown(self, engine):
+        whole = await ask(engine, "hello", max_tokens=40)
+        middle = whole.text[len(whole.text) // 2 :][:3]
+        shown = []
+        gen = ask(engine, "hello", max_tokens=40, stop=middle)
+        async for _ in gen:
+            shown.append(gen.text)
+        assert gen.text == whole.text[: whole.text.index(middle)]
+        assert gen.finish_reason == "stop"
+        assert all(gen.text.startswith(text) for text in shown)
+
+    async def test_empty_text(self, engine):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            engine.generate("")
+
+    async def test_chat_messages_are_checked(self, engine):
+        with pytest.raises(InvalidRequestError, match="messages"):
+            engine.chat([{"role": "user"}])
+
+    async def test_owner_keeps_the_model(self):
+        model = tiny_model("llama")
+        ids = torch.tensor([PROMPT])
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        before = model.generate(ids, **options)
+        implementation = model.config._attn_implementation
+        engine = await Engine.load(model, kv_cache_tokens=256, progress=False, freeze_gc=False)
+        assert engine.model is model
+        gen = ask(engine, max_tokens=60)
+        await asyncio.sleep(0)
+        assert torch.equal(await asyncio.to_thread(lambda: model.generate(ids, **options)), before)
+        await gen
+        model(ids, labels=ids).loss.backward()
+        assert model.get_input_embeddings().weight.grad is not None
+        await engine.close()
+        assert model.config._attn_implementation == implementation
+        assert torch.equal(model.generate(ids, **options), before)
+
+
+async def test_heartbeat_measures_lag(engine):
+    gen = ask(engine, max_tokens=800)
+    async for token in gen:
+        if token.index == 5:
+            time.sleep(0.2)  # a cell that blocks
+        if token.index == 50:
+            gen.cancel()
+    assert engine.timeline.summary().lag_max_ms > 100
