@@ -20,7 +20,6 @@ from interactive_infer.errors import (
 from interactive_infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from interactive_infer.info import EngineInfo
     from interactive_infer.engine import Engine
     from interactive_infer.generation import (
         Alternative,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         Token,
         Usage,
     )
+    from interactive_infer.info import EngineInfo
     from interactive_infer.timeline import Timeline
     from interactive_infer.waiting import device_done, run_on_device
 

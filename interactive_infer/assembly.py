@@ -10,7 +10,6 @@ import torch
 from interactive_infer.core.attention.interface import attach
 from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.flight import FlightQueue
-from interactive_infer.info import EngineInfo
 from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.loader import LoadedModel, load_model
 from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
@@ -18,6 +17,7 @@ from interactive_infer.core.rope import fix_rope
 from interactive_infer.core.runner import LayerShape, Runner
 from interactive_infer.core.scheduler import Scheduler
 from interactive_infer.errors import InvalidRequestError
+from interactive_infer.info import EngineInfo
 from interactive_infer.prompts import Prompts
 from interactive_infer.timeline import Timeline
 
@@ -71,7 +71,8 @@ class Parts:
             vocab_size=self.vocab_size,
         )
         self.parity_error = check_parity(self.model, self.runner, self.page_size, self.vocab_size)
-        self.timeline = Timeline()
+        self.timeline = Timeline(device="CPU device")
+        self._undo.append(self.timeline.recorder.watch_gc().close)
         self.cache = KVCache(num_pages, self.page_size)
         self.scheduler = Scheduler(self.cache, max_batch_size=self.max_batch_size, max_step_tokens=self.max_step_tokens)
         self.flights = FlightQueue(

@@ -8,20 +8,14 @@ task at all.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import gc
 import os
 import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from interactive_infer.info import EngineInfo
-from interactive_infer.core.output import Output
+from interactive_infer.core.output import FinishReason, Output
 from interactive_infer.core.sampler import penalized
 from interactive_infer.core.sequence import Sequence
 from interactive_infer.errors import (
@@ -29,13 +23,14 @@ from interactive_infer.errors import (
     InferError,
     InvalidRequestError,
     PromptTooLongError,
-    WrongLoopError,
 )
 from interactive_infer.generation import Generation, GenerationGroup
+from interactive_infer.info import EngineInfo
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.progress import ProgressBar
 from interactive_infer.prompts import Prompt
 from interactive_infer.sampling import SamplingParams
+from interactive_infer.step_loop import StepLoop, Waiting
 from interactive_infer.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -43,10 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from interactive_infer.assembly import Parts
-
-Waiting = Literal["thread", "spin", "block"]
-
-_HEARTBEAT_S = 0.02
 
 
 class Engine:
@@ -66,19 +57,12 @@ class Engine:
         self.timeline: Timeline = parts.timeline
         self.closed = False
         self._parts = parts
-        self._waiting = waiting
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = 0
-        self._task: asyncio.Task[None] | None = None
-        self._heartbeat: asyncio.TimerHandle | None = None
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._inbox_event = threading.Event()
         self._prompts = parts.prompts
+        self._waiting = waiting
         self._count = 0
-        self._held: dict[int, Generation] = {}
-        self._unfinished: dict[int, weakref.ref[Generation]] = {}
-        # The engine's own context: what its task starts belongs to no cell and no widget message.
-        self._context = contextvars.Context()
+        self._steps = StepLoop(
+            self, parts.scheduler, parts.flights, parts.timeline.recorder, waiting=waiting, name=parts.name
+        )
 
     # -- loading and closing -----------------------------------------------------------------------------------
 
@@ -121,7 +105,7 @@ class Engine:
             engine = await asyncio.to_thread(cls._load, model, tokenizer, device, dtype, options, report, waiting)
         if freeze_gc:
             _freeze_gc()
-        engine._bind()
+        engine._steps.bind()
         return engine
 
     @classmethod
@@ -172,11 +156,11 @@ class Engine:
         """
         if self.closed:
             return 0
-        self._bind()
+        self._steps.bind()
         self._end_all()
         while (flight := self._parts.flights.oldest) is not None:
             await asyncio.to_thread(flight.completion.wait)
-            self._settle(flight)
+            self._steps.settle(flight)
         return self._shut_down()
 
     def close_sync(self) -> int:
@@ -186,31 +170,27 @@ class Engine:
         self._end_all()
         while (flight := self._parts.flights.oldest) is not None:
             flight.completion.wait()
-            self._settle(flight)
+            self._steps.settle(flight)
         return self._shut_down()
 
     def _end_all(self) -> None:
+        """Cancel everything; nothing starts any more."""
         self.closed = True
-        self._drain()
-        for reference in list(self._unfinished.values()):
-            if (generation := reference()) is not None:
-                self._cancel(generation)
-        parts = self._parts
-        for sequence in [*parts.scheduler.waiting, *parts.scheduler.running, *parts.scheduler.paused]:
-            parts.scheduler.finish(sequence)
+        self._steps.drain()
+        for generation in self._steps.unfinished():
+            self._finish(generation, "cancelled")
+        self._steps.close()
 
     def _shut_down(self) -> int:
         self.closed = True
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            self._heartbeat = None
+        self._steps.close()
         freed = self._parts.close()
         if self._parts.owned:
             del self.model
         return freed
 
     def __del__(self) -> None:
-        # Idle, since an unfinished generation or a running task would refer to it: nothing is in flight.
+        # An unfinished generation or a step in flight would refer to it, so there is neither.
         if not getattr(self, "closed", True):
             self._shut_down()
 
@@ -278,7 +258,7 @@ class Engine:
         """
         with deferred_interrupts() as interrupted:
             asked = self.generate(prompt, params, **sampling)
-            self._drive_until([asked] if isinstance(asked, Generation) else list(asked), interrupted)
+            self._steps.drive_until([asked] if isinstance(asked, Generation) else list(asked), interrupted)
         return asked.result_sync()
 
     def info(self) -> EngineInfo:
@@ -289,7 +269,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget reusable pages: to be called after the model's weights were changed."""
         self._check_open()
-        self._post(self._parts.cache.clear)
+        self._steps.post(self._parts.cache.clear)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -315,8 +295,7 @@ class Engine:
         number = self._count
         output = Output(self._prompts.detokenizer(ids or []), tuple(params.stop), preset)
         generation = Generation(self, number, prompt, params, output)
-        self._unfinished[number] = weakref.ref(generation)
-        weakref.finalize(generation, _abandon, weakref.ref(self), number).atexit = False
+        self._steps.register(generation)
         if ids is not None:
             generation._prompt_ids = ids
             self._queue(generation, number, ids, preset)
@@ -332,14 +311,11 @@ class Engine:
 
     def _queue(self, generation: Generation, number: int, ids: list[int], preset: list[int]) -> None:
         """Give the scheduler its sequence, on whichever thread drives."""
-        params, output = generation.params, generation._output
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self._parts.eos_token_ids
+        params, output, stop_ids = generation.params, generation._output, self._stop_ids(generation.params)
         sequence = Sequence(number, ids + preset, params, output, token_limit=self.max_length, stop_ids=stop_ids)
         sequence.prompt_length = len(ids)
         generation._sequence = sequence
-        self._post(lambda: self._parts.scheduler.add(sequence) if output.finish_reason is None else None)
+        self._steps.post(lambda: self._parts.scheduler.add(sequence) if output.finish_reason is None else None)
 
     def _tokenize_and_queue(self, generation: Generation, number: int, prompt: str) -> None:
         try:
@@ -347,11 +323,13 @@ class Engine:
             self._prompts.check_length(prompt, ids, "prompt")
         except Exception as error:
             problem = error if isinstance(error, InferError) else InvalidRequestError("prompt", prompt, str(error))
-            self._post(lambda: self._fail(generation, problem))
+            self._steps.post(lambda: self._finish(generation, "error", problem))
             return
         generation._prompt_ids = ids
         generation._output.detokenizer = self._prompts.detokenizer(ids)
         self._queue(generation, number, ids, [])
+
+    # What generations ask for, each on the driver's thread.
 
     def _pause(self, generation: Generation) -> None:
         if generation._sequence is not None:
@@ -365,191 +343,31 @@ class Engine:
         sequence = generation._sequence
         if sequence is None or sequence.finished:
             return
-        had_penalties = penalized(sequence.params)
+        if penalized(params) and not penalized(sequence.params):
+            sequence.history_loaded = False
         sequence.params = params
         sequence.params_dirty = True
-        if penalized(params) and not had_penalties:
-            sequence.history_loaded = False
-        sequence.stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            sequence.stop_ids |= self._parts.eos_token_ids
+        sequence.stop_ids = self._stop_ids(params)
         if len(sequence.token_ids) >= sequence.max_length:
-            self._finish(generation, "length", None)
+            self._finish(generation, "length")
 
-    def _cancel(self, generation: Generation) -> None:
-        self._finish(generation, "cancelled", None)
-
-    def _fail(self, generation: Generation, error: BaseException) -> None:
-        self._finish(generation, "error", error)
-
-    def _finish(self, generation: Generation, reason: Any, error: BaseException | None) -> None:
+    def _finish(self, generation: Generation, reason: FinishReason, error: BaseException | None = None) -> None:
         output = generation._output
         if output.finish_reason is not None:
             return
         if generation._sequence is not None:
             self._parts.scheduler.finish(generation._sequence)
         output.finish(reason, error)
-        self._release(generation.number)
+        self._steps.release(generation.number)
         output.notify()
 
-    def _release(self, number: int) -> None:
-        """A generation has ended: engine and generation let go of each other."""
-        self._held.pop(number, None)
-        reference = self._unfinished.pop(number, None)
-        generation = reference() if reference is not None else None
-        if generation is not None:
-            generation._let_go()
-
-    def _hold(self, generation: Generation) -> None:
-        """Somebody reads or displays it: it lives until it ends."""
-        if generation._output.finish_reason is None:
-            self._held[generation.number] = generation
-
-    def _abandoned(self, number: int) -> None:
-        """Nobody ever read it and nothing refers to it any more."""
-        self._unfinished.pop(number, None)
-        scheduler = self._parts.scheduler
-        for sequence in [*scheduler.waiting, *scheduler.running, *scheduler.paused]:
-            if sequence.arrival == number:
-                scheduler.finish(sequence)
-                sequence.output.finish("cancelled")
-
-    # -- driving -----------------------------------------------------------------------------------------------
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids)
+        return stop_ids if params.ignore_eos else stop_ids | self._parts.eos_token_ids
 
     def _check_open(self) -> None:
         if self.closed:
             raise EngineClosedError("this engine is closed; load it again with Engine.load")
-
-    def _bind(self) -> None:
-        """Bind to the running loop, if the engine may leave the one that it is bound to."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            old = self._loop
-            if old is not None and not old.is_closed() and old.is_running() and self._unfinished:
-                raise WrongLoopError(
-                    f"this engine has {len(self._unfinished)} unfinished generations on another event loop; await "
-                    "them there, or cancel them, before it is used from this one"
-                )
-            self._loop, self._thread_id = loop, threading.get_ident()
-            self._task = None
-            if self._heartbeat is not None:
-                self._heartbeat.cancel()
-                self._heartbeat = None
-        self._wake()
-
-    def _post(self, what: Callable[[], None]) -> None:
-        """Have `what` done on the thread that drives: now if this is it, soon otherwise. From any thread."""
-        self._inbox.append(what)
-        self._inbox_event.set()
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                return  # no loop yet: done by the first driver
-            self._loop, self._thread_id, self._task = loop, threading.get_ident(), None
-        if threading.get_ident() == self._thread_id:
-            with deferred_interrupts():
-                self._drain()
-            if loop.is_running():
-                loop.call_soon(self._wake)
-        else:
-            try:
-                loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:
-                return  # the loop was closed this moment: done by the next driver
-
-    def _drain(self) -> None:
-        self._inbox_event.clear()
-        while self._inbox:
-            self._inbox.popleft()()
-
-    def _wake(self) -> None:
-        """On the loop: do what was asked, launch, and see to it that there is a task while there are flights."""
-        loop = self._loop
-        if self.closed or loop is None or loop.is_closed():
-            return
-        self._drain()
-        self._launch()
-        if len(self._parts.flights) and (self._task is None or self._task.done()):
-            self._task = loop.create_task(self._run(), name=f"interactive_infer {self.name}", context=self._context)
-        if self._unfinished and self._heartbeat is None:
-            self._beat(None)
-
-    def _launch(self) -> None:
-        while not self.closed and self._parts.flights.begin() is not None:
-            pass
-        self.timeline.recorder.runnable(time.perf_counter_ns(), self._parts.scheduler.num_runnable)
-
-    def _settle(self, flight: Any) -> None:
-        for sequence in self._parts.flights.finish(flight):
-            self._release(sequence.arrival)
-
-    async def _run(self) -> None:
-        """The step loop: await the oldest flight, commit it, launch the next. Ends when nothing is in flight."""
-        while (flight := self._parts.flights.oldest) is not None:
-            await self._landed(flight)
-            self._settle(flight)
-            self._drain()
-            self._launch()
-
-    async def _landed(self, flight: Any) -> None:
-        completion = flight.completion
-        if self._waiting == "block":
-            completion.wait()
-        elif self._waiting == "spin":
-            while not completion.done():
-                await asyncio.sleep(0)
-        else:
-            with contextlib.suppress(Exception):  # how it ended is `finish`'s business; this only waits
-                await completion
-
-    def _drive_until(self, generations: list[Generation], interrupted: Callable[[], bool]) -> None:
-        """Step the engine from this thread until all have ended, or wait if another thread's loop drives.
-
-        `interrupted()` True between two steps: they are cancelled, and the caller raises.
-        """
-        loop = self._loop
-        elsewhere = loop is not None and loop.is_running() and threading.get_ident() != self._thread_id
-        for generation in generations:
-            while generation._output.finish_reason is None:
-                if elsewhere:
-                    time.sleep(0.005)
-                else:
-                    self._step_inline()
-                if interrupted():
-                    for unfinished in generations:
-                        unfinished.cancel()
-                    if not elsewhere:
-                        self._drain()
-                    return
-
-    def _step_inline(self) -> None:
-        """What the loop's task does in one turn, waiting in place for at most 50 ms."""
-        self._drain()
-        self._launch()
-        flight = self._parts.flights.oldest
-        if flight is None:
-            self._inbox_event.wait(0.05)  # paused, or its prompt is being tokenized
-        elif flight.completion.wait(0.05):
-            self._settle(flight)
-
-    def _beat(self, due: float | None) -> None:
-        """The heartbeat: measures how late the loop is, while anything is unfinished; also lets it see interrupts."""
-        loop = self._loop
-        if loop is None or not self._unfinished or self.closed:
-            self._heartbeat = None
-            return
-        now = loop.time()
-        if due is not None:
-            self.timeline.recorder.lag(time.perf_counter_ns(), int(max(0.0, now - due) * 1e9))
-        self._heartbeat = loop.call_at(now + _HEARTBEAT_S, self._beat, now + _HEARTBEAT_S, context=self._context)
-
-
-def _abandon(engine: weakref.ref[Engine], number: int) -> None:
-    """Called by the garbage collector, on any thread and at any moment: only leaves a message."""
-    if (alive := engine()) is not None and number in alive._unfinished and not alive.closed:
-        alive._post(lambda: alive._abandoned(number))
 
 
 def _options(

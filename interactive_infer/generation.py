@@ -212,7 +212,7 @@ class Generation:
         """
         if self._output.finish_reason is None:
             with deferred_interrupts() as interrupted:
-                self._live_engine()._drive_until([self], interrupted)
+                self._live_engine()._steps.drive_until([self], interrupted)
         return self._result()
 
     async def _finished(self) -> Completion:
@@ -224,9 +224,9 @@ class Generation:
     def _begin_reading(self) -> None:
         """A reader has come: the engine binds to its loop, and holds this generation until it ends."""
         if self._output.finish_reason is None:
-            engine = self._live_engine()
-            engine._bind()
-            engine._hold(self)
+            steps = self._live_engine()._steps
+            steps.bind()
+            steps.hold(self)
 
     async def _changed(self) -> None:
         """Wait until there is something new. Cancelled here: the generation is cancelled with its reader."""
@@ -274,7 +274,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End it now with `cancelled`; the partial text is kept. Nothing more is published. Ended already: nothing."""
-        self._ask(lambda engine: engine._cancel(self))
+        self._ask(lambda engine: engine._finish(self, "cancelled"))
 
     def update(self, **changes: Any) -> None:
         """Change sampling parameters from the next planned step on.
@@ -328,7 +328,7 @@ class Generation:
     def _ask(self, what: Any) -> None:
         engine = self._engine
         if engine is not None and self._output.finish_reason is None:
-            engine._post(lambda: what(engine))
+            engine._steps.post(lambda: what(engine))
 
     def _live_engine(self) -> Engine:
         engine = self._engine_ref()
@@ -418,7 +418,7 @@ class GenerationGroup(Seq[Generation]):
         unfinished = [generation for generation in self._generations if generation.finish_reason is None]
         if unfinished:
             with deferred_interrupts() as interrupted:
-                unfinished[0]._live_engine()._drive_until(unfinished, interrupted)
+                unfinished[0]._live_engine()._steps.drive_until(unfinished, interrupted)
         return [generation._result() for generation in self._generations]
 
     @property

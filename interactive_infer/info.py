@@ -31,7 +31,8 @@ class EngineInfo:
 
     def __str__(self) -> str:
         return (
-            f"{self.model} ({self.model_type}, {self.dtype}, {self.device}): weights {self.weights_bytes / 1e6:,.0f} MB; "
+            f"{self.model} ({self.model_type}, {self.dtype}, {self.device}): "
+            f"weights {self.weights_bytes / 1e6:,.0f} MB; "
             f"KV cache {self.kv_cache_tokens:,} tokens ({self.kv_cache_bytes / 1e6:,.0f} MB), "
             f"{self.kv_tokens_in_use:,} in use; texts up to {self.max_length:,} tokens; "
             f"{self.num_running} running, {self.num_waiting} waiting, {self.num_paused} paused; "

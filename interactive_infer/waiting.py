@@ -165,11 +165,13 @@ def _twin(error: BaseException) -> BaseException:
     """
     cls = type(error)
     try:
-        twin = cls.__new__(cls, *error.args)
+        args = error.__reduce__()[1]  # OSError's `args` are not all that it was made with
+        twin = cls.__new__(cls, *args)
+        if isinstance(cls.__init__, WrapperDescriptorType):  # written in C: has fields outside of `__dict__`
+            twin.__init__(*args)  # type: ignore[misc]
     except Exception:  # a class of an unusual kind: its readers share the one object
         return error
-    if isinstance(cls.__init__, WrapperDescriptorType):  # written in C: keeps fields outside of `__dict__`
-        twin.__init__(*error.args)  # type: ignore[misc]
+    twin.args = error.args
     twin.__dict__.update(error.__dict__)
     twin.__cause__, twin.__context__ = error.__cause__, error.__context__
     twin.__suppress_context__ = error.__suppress_context__

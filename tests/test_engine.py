@@ -391,7 +391,7 @@ class TestLoops:
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
                 while (flight := engine._parts.flights.oldest) is not None:
                     flight.completion.wait()
-                    engine._settle(flight)
+                    engine._steps.settle(flight)
                 engine._parts.cache.check(held=[])
             assert interrupted > 200
             assert len(engine.generate_sync(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5

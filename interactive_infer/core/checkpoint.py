@@ -116,10 +116,9 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype, progress: Progress
     lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if lacking:  # transformers would only warn, and compute with random weights
         raise ModelLoadError(
-            f"model={name!r}: the checkpoint in {folder} lacks {len(lacking)} weights of the model, or "
-            "has them in "
-            f"another shape ({', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}). It belongs to another "
-            "config.json, or is incomplete."
+            f"model={name!r}: the checkpoint in {folder} lacks {len(lacking)} weights of the model, or has "
+            f"them in another shape ({', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}). It belongs to "
+            "another config.json, or is incomplete."
         )
     progress("loading weights", 1.0)
     return model
@@ -140,9 +139,9 @@ def read_tokenizer(folder: Path, progress: Progress) -> PreTrainedTokenizerBase:
             found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:
             raise ModelLoadError(
-                f"tokenizer: the tokenizer in {folder} cannot be loaded ({_first_line(error)}). Its "
-                "files may be "
-                "damaged or incomplete, or need a package named above: replace them, or give tokenizer=."
+                f"tokenizer: the tokenizer in {folder} cannot be loaded ({_first_line(error)}). "
+                "Its files may be damaged or incomplete, or need a package named above: replace them, or "
+                "give tokenizer=."
             ) from error
     progress("loading tokenizer", 1.0)
     return found

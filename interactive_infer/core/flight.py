@@ -49,6 +49,11 @@ class FlightQueue:
         return len(self._flights)
 
     @property
+    def busy(self) -> bool:
+        """Whether a step is being planned or committed at this moment, further up the stack."""
+        return self._busy
+
+    @property
     def oldest(self) -> Flight | None:
         return self._flights[0] if self._flights else None
 
@@ -97,6 +102,7 @@ class FlightQueue:
                 batch_size=len(plan.rows),
                 tokens=plan.num_tokens,
                 prefill_tokens=plan.num_prefill_tokens,
+                sampled=sum(row.samples for row in plan.rows),
             )
         try:
             result = completion.result()

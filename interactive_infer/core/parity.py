@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import running
 from interactive_infer.core.attention.sdpa import RowSpan
+from interactive_infer.core.rope import fixed_rope
 from interactive_infer.core.runner import LayerShape, Runner
 from interactive_infer.errors import UnsupportedModelError
 
@@ -25,7 +26,8 @@ _WINDOW = 8
 # Three texts of unequal length, fed in three steps: whole, chunked with context before, and one token at a time.
 _STEPS = (((0, 0, 10), (1, 0, 17), (2, 0, 5)), ((0, 10, 11), (1, 17, 29), (2, 5, 6)), ((2, 6, 21),))
 _LENGTHS = (11, 29, 21)
-# Mean over positions of |ours - reference| / |reference|, by the dtype's rounding. A wrong mask or position is 0.1 to 1.
+# Mean over positions of |ours - reference| / |reference|, by the dtype's rounding. A wrong mask or position makes
+# it 0.1 to 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
@@ -103,7 +105,8 @@ def check_parity(model: PreTrainedModel, runner: Runner, page_size: int, vocab_s
     pages_each = pages_for_check(page_size) // len(_LENGTHS)
     tables = [list(range(1 + i * pages_each, 1 + (i + 1) * pages_each)) for i in range(len(texts))]
     with _small_windows(model):
-        reference = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
+        with fixed_rope():
+            reference = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
         ours = [torch.empty_like(logits) for logits in reference]
         for step in _STEPS:
             spans, write_to, positions, first = [], [], [], 0

@@ -9,8 +9,10 @@ engine admits (as vLLM does from `max_model_len`). Outside steps nothing changes
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,25 @@ from interactive_infer.core.attention.interface import in_step
 from interactive_infer.errors import UnsupportedModelError
 
 _LOOK_AT_BATCH = ("dynamic", "longrope")
+
+
+class _Here(threading.local):
+    """Whether this thread wants the fixed embeddings outside of steps too."""
+
+    fixed = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def fixed_rope() -> Iterator[None]:
+    """Within the block, on this thread, embeddings are as in a step: what a step's logits are to be compared with."""
+    before, _here.fixed = _here.fixed, True
+    try:
+        yield
+    finally:
+        _here.fixed = before
 
 
 def fix_rope(model: PreTrainedModel, max_length: int) -> Callable[[], None]:
@@ -60,7 +81,7 @@ def _fix(module: nn.Module, rope_type: str, max_length: int) -> None:
     owner = weakref.ref(module)  # a bound method kept on the module would be a reference cycle
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if in_step():
+        if in_step() or _here.fixed:
             frozen.inv_freq = frozen.inv_freq.to(x.device)
             return undecorated(frozen, x, position_ids, **kwargs)
         module = owner()

@@ -33,8 +33,8 @@ class LayerShape:
 class StepResult:
     """A step's outcome on the host, one entry a row of the plan.
 
-    `token_ids` holds -1 where the row did not sample. `invalid` lists rows whose logits were not numbers. `logprobs` maps the
-    rows for which log-probabilities were computed to (chosen, rank, alternative ids, their log-probabilities).
+    `token_ids` holds -1 where the row did not sample. `invalid` lists rows whose logits were not numbers. `logprobs`
+    maps the rows for which log-probabilities were computed to (chosen, rank, alternative ids, their values).
     """
 
     token_ids: list[int]

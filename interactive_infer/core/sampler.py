@@ -251,9 +251,7 @@ def _thresholds(probabilities: Tensor, inputs: SamplingInputs) -> Tensor:
     return threshold
 
 
-def _threshold(
-    largest: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, any_limit: bool
-) -> tuple[Tensor, Tensor]:
+def _threshold(largest: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, any_limit: bool) -> tuple[Tensor, Tensor]:
     """Thresholds from each row's largest probabilities, descending [R, K], and whether K was enough."""
     threshold = largest[:, 0] * min_p.float()
     kth = largest.gather(1, (top_k - 1).clamp(min=0)[:, None])[:, 0]

@@ -115,8 +115,8 @@ class SamplingTable:
     def assign(self, slot: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
         """Gives a free slot to a sequence. `stop_token_ids`: every token that ends it, end-of-text included.
 
-        `params.seed` must be concrete. Where `penalized(params)`, `Sampler.load_history` comes before the
-        first draw.
+        The seed must be concrete, unless `params` are greedy. Where `penalized(params)`, `Sampler.load_history`
+        comes before the first draw.
         """
         if self._occupied[slot]:
             raise ValueError(f"slot {slot} is taken")
@@ -127,9 +127,9 @@ class SamplingTable:
         """Sets a taken slot's parameters from the next `rows` on."""
         if not self._occupied[slot]:
             raise ValueError(f"slot {slot} is free")
-        if params.seed is None:
-            raise ValueError("the seed must be concrete: params.with_seed()")
         greedy = params.greedy
+        if params.seed is None and not greedy:
+            raise ValueError("the seed must be concrete: params.with_seed()")
         self._reals[:, slot] = (
             1.0 if greedy else params.temperature,
             1.0 if greedy else params.top_p,
@@ -147,7 +147,7 @@ class SamplingTable:
             params.logprobs_mode == "processed_logprobs",
             bool(params.logit_bias),
         )
-        self._seeds[slot] = params.seed
+        self._seeds[slot] = params.seed or 0
         bias = params.logit_bias or {}
         self._bias[slot] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),

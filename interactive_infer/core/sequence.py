@@ -98,7 +98,7 @@ class Sequence:
 
     @property
     def num_todo(self) -> int:
-        """Tokens the next step could process: 1 while decoding, more in prefill, 0 when all that may come is in flight."""
+        """Tokens the next step could process: 1 while decoding, more in prefill, 0 while the last are in flight."""
         if self.pending and self.length >= self.max_length:
             return 0
         return self.length - self.num_planned

@@ -131,9 +131,7 @@ def window_of(recording: Recording, last: float | None = None) -> Window:
     """
     is_number = isinstance(last, int | float) and not isinstance(last, bool)
     if last is not None and not (is_number and 0 < last < float("inf")):
-        raise InvalidRequestError(
-            "last", last, "give a positive number of seconds, or None for all that is recorded"
-        )
+        raise InvalidRequestError("last", last, "give a positive number of seconds, or None for all that is recorded")
     spans = recording.spans
     work = spans[~np.isin(spans["phase"], (Phase.CELL, Phase.GC, Phase.CALLBACK))]
     starts = np.concatenate([work["start"], recording.steps["start"], recording.runnable["at"]])
@@ -167,11 +165,7 @@ def runnable_intervals(recording: Recording, window: Window) -> Intervals:
     """
     edges, steps = recording.runnable, recording.steps
     if not len(edges):
-        hull = (
-            np.array([[steps["start"].min(), steps["end"].max()]])
-            if len(steps)
-            else np.empty((0, 2), np.int64)
-        )
+        hull = np.array([[steps["start"].min(), steps["end"].max()]]) if len(steps) else np.empty((0, 2), np.int64)
         return clip(hull, *window)
     order = np.argsort(edges["at"], kind="stable")
     at, count = edges["at"][order], edges["count"][order]
@@ -300,9 +294,7 @@ def _loop_heard(recording: Recording, spans: Records) -> NDArray[np.bool_]:
     return result
 
 
-def _pieces(
-    spans: Intervals, which: NDArray[np.int64], held: Intervals
-) -> tuple[Intervals, NDArray[np.int64]]:
+def _pieces(spans: Intervals, which: NDArray[np.int64], held: Intervals) -> tuple[Intervals, NDArray[np.int64]]:
     """spans[which] cut down to `held` (normal form), one piece a pair that meets; and the pieces' spans."""
     first = np.searchsorted(held[:, 1], spans[which, 0], side="right")
     number = np.maximum(np.searchsorted(held[:, 0], spans[which, 1], side="left") - first, 0)

@@ -166,9 +166,7 @@ def draw(
     figure.text(0.012, 1 - 0.12 / height, title, color=colors.text, va="top", **_font(11, weight="bold"))
     _legend(figure, summary, colors, y=1 - (top - 0.27) / height)
     crowded = any(len(part) > _BINS for _, parts in lanes for part, _ in parts)
-    binned = (
-        f" In crowded lanes, height is the share covered of each 1/{_BINS} of the window." if crowded else ""
-    )
+    binned = f" In crowded lanes, height is the share covered of each 1/{_BINS} of the window." if crowded else ""
     note = f"busy share from {source}. Window {summary.window_s:.3f} s, {summary.steps:,} steps.{binned}"
     figure.text(0.012, 0.07 / height, _plain(note), color=colors.faint, va="bottom", **_font(7.5))
     return figure
@@ -246,9 +244,7 @@ def _draw_bubbles(axes: Axes, summary: Summary, scale: float, colors: _Theme) ->
         taken.append((row, x, half))
         y = -0.9 - 0.75 * row
         across = axes.get_yaxis_transform()
-        axes.plot(
-            [middle, middle], [y, -0.42], color=colors.bubble, linewidth=0.8, transform=across, zorder=2
-        )
+        axes.plot([middle, middle], [y, -0.42], color=colors.bubble, linewidth=0.8, transform=across, zorder=2)
         box = {"boxstyle": "square,pad=0.12", "facecolor": colors.background, "edgecolor": "none"}
         font = _font(7.5, color=colors.bubble, ha="center", va="center")
         axes.text(x, y, text, transform=across, bbox=box, zorder=3, **font)
@@ -316,6 +312,4 @@ def _font(size: float, **more: Any) -> dict[str, Any]:
 def _plain(text: str) -> str:
     """One line that the font can show: other characters, and control characters, become U+FFFD."""
     font = get_font(findfont(_FONT))
-    return "".join(
-        c if c == " " or (c.isprintable() and font.get_char_index(ord(c))) else "\ufffd" for c in text
-    )
+    return "".join(c if c == " " or (c.isprintable() and font.get_char_index(ord(c))) else "\ufffd" for c in text)

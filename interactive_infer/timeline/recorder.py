@@ -91,11 +91,8 @@ class Recording:
             self.complete_from == other.complete_from
             and np.array_equal(self.names, other.names)
             and all(
-                len(mine) == len(theirs)
-                and all((mine[name] == theirs[name]).all() for name in mine.dtype.fields or ())
-                for mine, theirs in (
-                    (_without_number(mine), _without_number(theirs)) for mine, theirs in pairs
-                )
+                len(mine) == len(theirs) and all((mine[name] == theirs[name]).all() for name in mine.dtype.fields or ())
+                for mine, theirs in ((_without_number(mine), _without_number(theirs)) for mine, theirs in pairs)
             )
         )
 
@@ -142,9 +139,7 @@ class Recorder:
             runnable sequences are kept (40, 80, 24 and 24 bytes each).
     """
 
-    def __init__(
-        self, *, spans: int = 65_536, steps: int = 16_384, lags: int = 16_384, edges: int = 16_384
-    ) -> None:
+    def __init__(self, *, spans: int = 65_536, steps: int = 16_384, lags: int = 16_384, edges: int = 16_384) -> None:
         for argument, value in {"spans": spans, "steps": steps, "lags": lags, "edges": edges}.items():
             if value < 1:
                 raise InvalidRequestError(argument, value, "a ring buffer holds at least one record")
@@ -193,9 +188,7 @@ class Recorder:
             raise InvalidRequestError("end_ns", end_ns, f"a step ends at or after its start ({start_ns})")
         if sampled is None:
             sampled = tokens - prefill_tokens
-        self._steps.write(
-            start_ns, end_ns, step_id, batch_size, tokens, prefill_tokens, sampled, graph, stream
-        )
+        self._steps.write(start_ns, end_ns, step_id, batch_size, tokens, prefill_tokens, sampled, graph, stream)
 
     def lag(self, at_ns: int, lag_ns: int) -> None:
         """A heartbeat that ran at `at_ns` had been due `lag_ns` earlier."""
@@ -220,9 +213,7 @@ class Recorder:
 
     def snapshot(self) -> Recording:
         """What is recorded now; a copy, which later records do not change."""
-        spans, steps, lags, edges = (
-            ring.read() for ring in (self._spans, self._steps, self._lags, self._edges)
-        )
+        spans, steps, lags, edges = (ring.read() for ring in (self._spans, self._steps, self._lags, self._edges))
         named = dict(label for label in self._names.copy() if label is not None)
         names = np.full(len(spans), "", np.object_)
         # A slot keeps its last name when a nameless span takes it, and may be a newer one's by now.

@@ -125,15 +125,12 @@ class Summary:
     def _repr_html_(self) -> str:
         cell = '<td style="text-align:left">'
         body = "".join(
-            f"<tr>{cell}{html.escape(what)}</td>{cell}{html.escape(value)}</td></tr>"
-            for what, value in self.rows()
+            f"<tr>{cell}{html.escape(what)}</td>{cell}{html.escape(value)}</td></tr>" for what, value in self.rows()
         )
         return f"<table><caption>{html.escape(self.headline())}</caption><tbody>{body}</tbody></table>"
 
 
-def summarize(
-    recording: Recording, window: Window, *, device: str = "device", source: str = STEP_EVENTS
-) -> Summary:
+def summarize(recording: Recording, window: Window, *, device: str = "device", source: str = STEP_EVENTS) -> Summary:
     """The numbers of [t0, t1); definitions at `Summary`."""
     t0, t1 = window
     busy = busy_intervals(recording, window)

@@ -29,9 +29,7 @@ class Timeline:
         source: what the device's intervals were measured from, and what that leaves out.
     """
 
-    def __init__(
-        self, recorder: Recorder | None = None, *, device: str = "device", source: str = STEP_EVENTS
-    ) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, device: str = "device", source: str = STEP_EVENTS) -> None:
         self.recorder = Recorder() if recorder is None else recorder
         self.device = device
         self.source = source

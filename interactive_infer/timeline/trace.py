@@ -38,18 +38,14 @@ def save(recording: Recording, path: str | PathLike[str], *, device: str, source
 
 def to_dict(recording: Recording, *, device: str = "device", source: str = "") -> dict[str, Any]:
     """The trace as a JSON object: a track for each stream and host phase, more where spans of one overlap."""
-    firsts = [
-        int(rows[rows.dtype.names[1]].min()) for rows in _arrays(recording) if len(rows) and rows.dtype.names
-    ]
+    firsts = [int(rows[rows.dtype.names[1]].min()) for rows in _arrays(recording) if len(rows) and rows.dtype.names]
     origin = min(firsts, default=0)
     tracks = _Tracks()
     events: list[dict[str, Any]] = []
 
     def complete(name: str, category: str, start: int, end: int, tid: int, args: dict[str, Any]) -> None:
         times = {"ts": _us(start - origin), "dur": _us(end - start)}
-        events.append(
-            {"name": name, "cat": category, "ph": "X", "pid": _PID, "tid": tid, **times, "args": args}
-        )
+        events.append({"name": name, "cat": category, "ph": "X", "pid": _PID, "tid": tid, **times, "args": args})
 
     for _, start, end, *rest in recording.steps.tolist():
         args = dict(zip(_STEP_FIELDS, rest, strict=True))
@@ -57,18 +53,14 @@ def to_dict(recording: Recording, *, device: str = "device", source: str = "") -
         stream = args["stream"]
         tid = tracks.place(stream, f"{device}, stream {stream}" if stream else device, start, end)
         complete(f"{kind} step {args['step_id']}", "device", start, end, tid, args)
-    for (_, start, end, number, ref), name in zip(
-        recording.spans.tolist(), recording.names.tolist(), strict=True
-    ):
+    for (_, start, end, number, ref), name in zip(recording.spans.tolist(), recording.names.tolist(), strict=True):
         phase = Phase(number).name.lower()
         tid = tracks.place(1_000 + number, f"host: {phase}", start, end)
         complete(name or phase, "host", start, end, tid, {"phase": phase, "ref": ref, "name": name})
     for track, rows in ((_LAG_TRACK, recording.lags), (_RUNNABLE_TRACK, recording.runnable)):
         for _, at, value in rows.tolist():
             shown = value / 1e6 if track == _LAG_TRACK else value
-            events.append(
-                {"name": track, "ph": "C", "pid": _PID, "ts": _us(at - origin), "args": {"value": shown}}
-            )
+            events.append({"name": track, "ph": "C", "pid": _PID, "ts": _us(at - origin), "args": {"value": shown}})
     return {
         "displayTimeUnit": "ms",
         "otherData": {

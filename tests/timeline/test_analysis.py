@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline import Phase, Recorder, Timeline
+from interactive_infer.timeline.analysis import (
+    Intervals,
+    clip,
+    complement,
+    coverage,
+    find_bubbles,
+    intersect,
+    topmost,
+    total,
+    union,
+    window_of,
+)
+from interactive_infer.timeline.summary import summarize
+
+GRID = 24
+spans = st.lists(
+    st.tuples(st.integers(0, GRID), st.integers(0, GRID)).map(lambda pair: tuple(sorted(pair))), max_size=12
+).map(lambda pairs: np.array(pairs, np.int64).reshape(-1, 2))
+
+
+def cells(a: Intervals) -> set[int]:
+    return {cell for start, end in a.tolist() for cell in range(start, end)}
+
+
+def is_normal(a: Intervals) -> bool:
+    flat = a.ravel()
+    return bool((np.diff(flat) > 0).all())
+
+
+@given(spans, spans)
+def test_union_is_the_cells_of_either(a: Intervals, b: Intervals) -> None:
+    got = union(a, b)
+    assert is_normal(got) and cells(got) == cells(a) | cells(b)
+    assert total(got) == len(cells(got))
+
+
+@given(spans, spans)
+def test_intersect_is_the_cells_of_both(a: Intervals, b: Intervals) -> None:
+    got = intersect(union(a), union(b))
+    assert is_normal(got) and cells(got) == cells(a) & cells(b)
+
+
+@given(spans, st.integers(0, GRID), st.integers(0, GRID))
+def test_complement_and_clip(a: Intervals, t0: int, t1: int) -> None:
+    t0, t1 = sorted((t0, t1))
+    inside = set(range(t0, t1))
+    got = complement(union(a), t0, t1)
+    assert is_normal(got) and cells(got) == inside - cells(a)
+    assert cells(clip(a, t0, t1)) == inside & cells(a)
+
+
+@given(spans)
+def test_topmost_is_the_last_that_covers(a: Intervals) -> None:
+    cuts = np.unique(np.concatenate([a.ravel(), [0, GRID]]))
+    expected = [
+        max((i for i, (start, end) in enumerate(a.tolist()) if start <= cut < end), default=-1)
+        for cut in cuts[:-1].tolist()
+    ]
+    assert topmost(a, cuts).tolist() == expected
+
+
+@given(spans, st.sets(st.integers(0, GRID), min_size=2))
+def test_coverage_is_the_share_of_cells(a: Intervals, borders: set[int]) -> None:
+    edges = np.array(sorted(borders), np.int64)
+    expected = [len(cells(a) & set(range(s, e))) / (e - s) for s, e in pairwise(edges)]
+    assert coverage(union(a), edges) == pytest.approx(expected)
+
+
+def step(recorder: Recorder, number: int, start: int, end: int, *, stream: int = 0, prefill: int = 0) -> None:
+    tokens = 2 + prefill
+    recorder.step(start, end, step_id=number, batch_size=2, tokens=tokens, prefill_tokens=prefill, stream=stream)
+
+
+MS = 1_000_000
+T = 7_000_000_000_000_000  # a clock far from zero
+
+
+def at(start_ms: float, end_ms: float) -> tuple[int, int]:
+    return T + round(start_ms * MS), T + round(end_ms * MS)
+
+
+def planted() -> Recorder:
+    """Six steps; the five gaps between them are planted, each with its cause."""
+    recorder = Recorder()
+    recorder.runnable(T, 2)
+    for number, (start, end) in enumerate([(0, 10), (13, 20), (25, 30), (31, 40), (48, 50), (52, 60)], start=1):
+        step(recorder, number, *at(start, end))
+    recorder.record(Phase.AWAIT, *at(0, 9.9), 1)
+    recorder.record(Phase.COMMIT, *at(10.2, 12.5), 1)  # 10 to 13: committing, 2.3 of 3
+    recorder.record(Phase.CELL, *at(20, 25), 12)  # 20 to 25: a cell that blocks
+    recorder.record(Phase.LAUNCH, *at(28, 30.1), 4)  # 30 to 31: launched at 30.1, begun at 31
+    recorder.record(Phase.PLAN, *at(40, 47), 5)  # 40 to 48: planning, but 6 of 8 in a collection
+    recorder.record(Phase.GC, *at(40.5, 46.5), 2)
+    recorder.runnable(T + 60 * MS, 0)
+    return recorder
+
+
+def test_planted_bubbles_come_out_exactly() -> None:
+    held = planted().snapshot()
+    bubbles = find_bubbles(held, window_of(held))
+    found = [((b.start_ns - T) / MS, (b.end_ns - T) / MS, b.cause, b.share) for b in bubbles]
+    assert found == [
+        (10, 13, "committing", pytest.approx(2.3 / 3)),
+        (20, 25, "user cell [12]", 1.0),
+        (30, 31, "launch latency", pytest.approx(0.9)),
+        (40, 48, "garbage collection", 0.75),
+        (50, 52, "unknown", 1.0),
+    ]
+
+
+def test_planted_numbers_come_out_exactly() -> None:
+    held = planted().snapshot()
+    summary = summarize(held, window_of(held), device="CPU device")
+    assert summary.window_s == 0.06
+    assert summary.busy == summary.busy_runnable == (60 - 19) / 60
+    # commit 2.3, launch 2.1, plan 7; of these only 28 to 30 is under a step. Awaits count nowhere.
+    assert summary.host_work_s == pytest.approx(0.0114)
+    assert summary.overlap == pytest.approx(2 / 11.4)
+    assert (summary.steps, summary.tokens, summary.prompt_tokens) == (6, 12, 0)
+    assert summary.steps_per_s == pytest.approx(100) and summary.tokens_per_s == pytest.approx(200)
+    assert summary.bubble_s == pytest.approx(0.019)
+    assert summary.causes == {
+        "garbage collection": 0.008,
+        "user cell [12]": 0.005,
+        "committing": 0.003,
+        "unknown": 0.002,
+        "launch latency": 0.001,
+    }
+    assert summary.largest_bubble is not None
+    busy, worst = "CPU device busy 68.3 %, 18 % of host work hidden (overlap)", "8.0 ms: garbage collection"
+    assert summary.headline() == f"{busy}; largest bubble {worst}"
+
+
+def test_a_window_cuts_bubbles_and_steps() -> None:
+    held = planted().snapshot()
+    summary = summarize(held, (T + 11 * MS, T + 22 * MS))
+    assert [(b.start_ns - T, b.end_ns - T) for b in summary.bubbles] == [
+        (11 * MS, 13 * MS),
+        (20 * MS, 22 * MS),
+    ]
+    assert summary.busy == 7 / 11 and summary.steps == 1
+
+
+def test_a_gap_of_one_stream_under_work_of_another_is_not_idle() -> None:
+    recorder = Recorder()
+    step(recorder, 1, *at(0, 10))
+    step(recorder, 2, *at(15, 20))
+    step(recorder, 3, *at(8, 14), stream=1)
+    held = recorder.snapshot()
+    summary = summarize(held, window_of(held))
+    assert [(b.start_ns - T, b.end_ns - T) for b in summary.bubbles] == [(14 * MS, 15 * MS)]
+    assert summary.busy == 19 / 20
+
+
+def test_idle_without_anything_runnable_is_no_bubble() -> None:
+    recorder = Recorder()
+    for number, start in enumerate((0, 100), start=1):
+        recorder.runnable(T + start * MS, 1)
+        step(recorder, number, *at(start, start + 10))
+        recorder.runnable(T + (start + 10) * MS, 0)
+    held = recorder.snapshot()
+    summary = summarize(held, window_of(held))
+    assert summary.bubbles == () and summary.busy_runnable == 1.0
+    assert summary.busy == pytest.approx(20 / 110)
+    assert "of the time there was work" in summary.headline()
+
+
+def gap_under(recorder: Recorder) -> str:
+    """The cause of a gap from 10 to 20 ms between two steps, beside what `recorder` has."""
+    recorder.runnable(T, 1)
+    step(recorder, 1, *at(0, 10))
+    step(recorder, 2, *at(20, 30))
+    held = recorder.snapshot()
+    (bubble,) = find_bubbles(held, (T, T + 30 * MS))
+    return bubble.cause
+
+
+def test_a_cell_that_only_awaits_is_not_to_blame() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.CELL, *at(-50, 80), 3)
+    recorder.lag(T + 5 * MS, 50_000)
+    assert gap_under(recorder) == "unknown"
+
+
+def test_an_awaiting_cell_is_to_blame_while_it_holds_the_loop() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.CELL, *at(-50, 80), 3)
+    recorder.lag(T + 19 * MS, 8 * MS)
+    assert gap_under(recorder) == "user cell [3]"
+
+
+def test_a_late_loop_by_its_heartbeat() -> None:
+    recorder = Recorder()
+    recorder.lag(T + 19 * MS, 8 * MS)
+    assert gap_under(recorder) == "late loop"
+
+
+def test_a_late_loop_by_the_end_of_an_await() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.AWAIT, *at(1, 18), 1)
+    assert gap_under(recorder) == "late loop"
+
+
+def test_the_innermost_of_the_users_spans_is_to_blame() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.USER, *at(11, 19), name="inner")
+    recorder.record(Phase.USER, *at(10, 20), name="outer")
+    recorder.record(Phase.CELL, *at(9, 21), 4)
+    assert gap_under(recorder) == "inner"
+
+
+def test_awaiting_is_neither_a_cause_nor_host_work() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.AWAIT, *at(0, 30), 9)
+    assert gap_under(recorder) == "unknown"
+    held = recorder.snapshot()
+    summary = summarize(held, (T, T + 30 * MS))
+    assert summary.host_work_s == 0 and summary.overlap is None
+
+
+def test_a_named_callback_and_host_work_of_two_threads() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.CALLBACK, *at(10, 20), name="slider")
+    recorder.record(Phase.PLAN, *at(2, 6), 2)
+    recorder.record(Phase.LAUNCH, *at(4, 8), 2)
+    assert gap_under(recorder) == "callback: slider"
+    assert summarize(recorder.snapshot(), (T, T + 30 * MS)).host_work_s == 0.006
+
+
+def test_lag_percentiles() -> None:
+    recorder = Recorder()
+    for i in range(101):
+        recorder.lag(T + i, i * 10_000)
+    summary = summarize(recorder.snapshot(), (T - 1, T + 100))
+    assert (summary.lag_p50_ms, summary.lag_p99_ms, summary.lag_max_ms) == pytest.approx((0.5, 0.99, 1.0))
+
+
+def test_windows() -> None:
+    held = planted().snapshot()
+    assert window_of(held) == (T, T + 60 * MS)
+    assert window_of(held, 0.01) == (T + 50 * MS, T + 60 * MS)
+    assert window_of(held, 100.0) == (T, T + 60 * MS)
+    assert window_of(Recorder().snapshot()) == (0, 0)
+    recorder = planted()
+    recorder.record(Phase.CELL, *at(900, 990), 13)  # later cells do not push the work out of the window
+    assert window_of(recorder.snapshot()) == (T, T + 60 * MS)
+    small = Recorder(steps=2)
+    for number in range(4):
+        step(small, number, *at(10 * number, 10 * number + 5))
+    assert window_of(small.snapshot()) == (T + 25 * MS, T + 35 * MS)
+
+
+@pytest.mark.parametrize("last", [0, -1.0, float("nan"), float("inf"), "2", True])
+def test_a_bad_last_is_answered(last: object) -> None:
+    timeline = Timeline(planted())
+    with pytest.raises(InvalidRequestError, match="last"):
+        timeline.summary(last)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="last"):
+        timeline.figure(last)  # type: ignore[arg-type]
+
+
+@given(st.data())
+def test_bubbles_add_up_on_any_recording(data: st.DataObject) -> None:
+    """Whatever was recorded: bubbles are runnable minus busy, and each has a cause with a share in (0, 1]."""
+    recorder = Recorder()
+    number = st.integers(0, GRID)
+    for index, (start, end) in enumerate(data.draw(spans).tolist()):
+        step(recorder, index, start, end, stream=index % 2)
+    for start, end in data.draw(spans).tolist():
+        recorder.record(
+            data.draw(st.sampled_from(Phase)), start, end, data.draw(number), data.draw(st.sampled_from("ab"))
+        )
+    for moment in sorted(data.draw(st.lists(number, max_size=6))):
+        recorder.runnable(moment, data.draw(st.integers(0, 2)))
+    held = recorder.snapshot()
+    busy = {cell for row in held.steps for cell in range(row["start"], row["end"])}
+    if len(held.runnable):
+        states = {row["at"]: row["count"] for row in held.runnable}
+        runnable = {c for c in range(GRID) if states[max((t for t in states if t <= c), default=min(states))] > 0}
+        runnable = {c for c in runnable if c >= min(states)}
+    else:
+        ends = [*held.steps["start"].tolist(), *held.steps["end"].tolist()]
+        runnable = set(range(min(ends), max(ends))) if ends else set()
+    summary = summarize(held, (0, GRID))
+    found = {cell for b in summary.bubbles for cell in range(b.start_ns, b.end_ns)}
+    assert found == runnable - busy
+    assert all(0 < b.share <= 1 and b.cause for b in summary.bubbles)

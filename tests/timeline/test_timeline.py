@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline import Phase, Recorder, Timeline
+from interactive_infer.timeline.trace import from_dict, to_dict
+
+
+def test_a_timeline_stands_alone() -> None:
+    timeline = Timeline()
+    assert timeline.summary().busy is None
+    assert "nothing recorded" in str(timeline.summary())
+    with timeline.span("my work"):
+        pass
+    assert timeline.recorder.snapshot().names.tolist() == ["my work"]
+    assert timeline.summary().steps == 0
+    timeline.clear()
+    assert len(timeline.recorder.snapshot().spans) == 0
+    for name in ("", 3):
+        with pytest.raises(InvalidRequestError, match="name"):
+            timeline.span(name)  # type: ignore[arg-type]
+
+
+def test_a_summary_reads_and_is_escaped(hostile: str, made: Timeline) -> None:
+    summary = made.summary()
+    assert summary.largest_bubble is not None and summary.largest_bubble.cause == hostile
+    assert "CPU device busy" in str(summary) and "upper bound" in str(summary)
+    shown = summary._repr_html_()
+    assert "<img" not in shown and "&lt;img" in shown
+    assert "bubbles=" not in repr(summary)  # thousands of them
+
+
+def test_a_saved_timeline_loads_equal(made: Timeline, tmp_path: Path) -> None:
+    timeline = made
+    path = tmp_path / "trace.json"
+    timeline.save(path)
+    again = Timeline.load(str(path))
+    assert again.recorder.snapshot() == timeline.recorder.snapshot()
+    assert again.summary() == timeline.summary()
+    assert (again.device, again.source) == (timeline.device, timeline.source)
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_what_was_dropped_is_known_after_loading(tmp_path: Path) -> None:
+    timeline = Timeline(Recorder(spans=3, steps=2))
+    for i in range(9):
+        timeline.recorder.record(Phase.PLAN, i, i + 1, i)
+    timeline.save(tmp_path / "t.json")
+    held = Timeline.load(tmp_path / "t.json").recorder.snapshot()
+    assert held == timeline.recorder.snapshot() and held.complete_from == 7
+
+
+big = st.integers(2**52, 2**52 + 2**47)  # on a clock far from zero, up to 39 hours apart
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Phase), big, big, st.integers(-5, 2**40), st.text())),
+    st.lists(st.tuples(big, big)),
+    st.lists(st.tuples(big, st.integers(0, 2**40))),
+)
+def test_any_recording_survives_the_trace(
+    spans: list[tuple[Phase, int, int, int, str]], steps: list[tuple[int, int]], lags: list[tuple[int, int]]
+) -> None:
+    recorder = Recorder(spans=64, steps=64, lags=64, edges=64)
+    for phase, a, b, ref, name in spans:
+        recorder.record(phase, min(a, b), max(a, b), ref, name or None)
+    for a, b in steps:
+        recorder.step(min(a, b), max(a, b), step_id=a, batch_size=1, tokens=9, prefill_tokens=b % 9, stream=a % 3)
+    for moment, late in lags:
+        recorder.lag(moment, late)
+        recorder.runnable(moment, late)
+    held = recorder.snapshot()
+    assert from_dict(json.loads(json.dumps(to_dict(held)))) == held
+
+
+def test_the_trace_is_what_viewers_expect(made: Timeline) -> None:
+    held = made.recorder.snapshot()
+    data = to_dict(held, device="CPU device")
+    events = data["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(held.spans) + len(held.steps)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in complete)
+    device = [event for event in complete if event["cat"] == "device"]
+    total = (held.steps["end"] - held.steps["start"]).sum()
+    assert sum(event["dur"] for event in device) * 1_000 == pytest.approx(int(total))
+    assert sum(event["name"].startswith("prefill") for event in device) == 3
+    titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"CPU device", "CPU device, stream 3", "host: plan", "host: await", "host: cell"} <= set(titles.values())
+    assert {event["tid"] for event in complete} == set(titles)
+    assert {event["ph"] for event in events} == {"X", "M", "C"}
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for event in complete:
+        tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        spans.sort()
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_overlapping_spans_of_a_phase_get_tracks_of_their_own() -> None:
+    recorder = Recorder()
+    for start, end in ((0, 10), (5, 15), (10, 20), (16, 20)):
+        recorder.record(Phase.AWAIT, start, end)
+    events = [event for event in to_dict(recorder.snapshot())["traceEvents"] if event["ph"] == "X"]
+    first, second = sorted({event["tid"] for event in events})
+    assert [event["tid"] for event in events] == [first, second, first, second]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        '{"otherData": 3}',
+        '{"traceEvents": []}',
+        '{"otherData": {"format": "interactive_infer timeline 1"}}',
+        '{"otherData": {"format": "interactive_infer timeline 1", "origin_ns": 0, "complete_from_ns": 0, '
+        '"device": "d", "source": "s"}, "traceEvents": [{"ph": "X", "ts": "x"}]}',
+    ],
+)
+def test_a_file_that_is_no_saved_timeline_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError, match="path"):
+        Timeline.load(path)
+
+
+def test_other_bad_files(made: Timeline, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Timeline.load(tmp_path / "none.json")
+    (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidRequestError, match="path"):
+        Timeline.load(tmp_path / "bin")
+    with pytest.raises(FileNotFoundError):
+        made.save(tmp_path / "no folder" / "t.json")
+
+
+def test_show_prints_outside_of_ipython(
+    made: Timeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    made.show()
+    assert "CPU device busy" in capsys.readouterr().out
+
+
+def test_importing_draws_in_nothing_heavy() -> None:
+    code = (
+        "import sys, interactive_infer.timeline as t; t.Timeline().summary(); "
+        "heavy = {'matplotlib', 'IPython', 'ipywidgets', 'interactive_infer.notebook'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
