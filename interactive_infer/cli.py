@@ -6,10 +6,13 @@ import argparse
 import asyncio
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +125,12 @@ async def _execute(notebook: NotebookNode) -> None:
         async def listen() -> None:
             # nbclient hears a cell's messages only while that cell runs; a text goes on after its cell.
             ear = manager.client()
-            ear.iopub_channel.start()
+            ear.start_channels(shell=False, stdin=False, hb=False, control=False)
             try:
                 while True:
                     printer.hear(await ear.iopub_channel.get_msg())
             finally:
-                ear.iopub_channel.stop()
+                ear.stop_channels()
 
         def start(**_: Any) -> None:
             listening.append(asyncio.create_task(listen()))
@@ -140,6 +143,10 @@ async def _execute(notebook: NotebookNode) -> None:
             for task in listening:
                 task.cancel()
             await asyncio.gather(*listening, return_exceptions=True)
+            printer.flush()
+            if client.kc is not None:
+                client.kc.stop_channels()
+            await manager.shutdown_kernel(now=True)  # nbclient leaves a manager that it was given running
     for display_id, data in printer.last.items():
         for output in displayed.get(display_id, ()):
             output["data"] = data
@@ -151,31 +158,45 @@ def _python_path() -> str:
 
 
 class _StreamPrinter:
-    """Prints what a running notebook shows, streamed texts token by token, from the kernel's published messages.
+    """Prints what a running notebook shows, streamed texts as they come, from the kernel's published messages.
+
+    One stream has the line at a time. While it goes on, others wait until they have `CHUNK` characters; when it has
+    been silent for `PAUSE_S`, the next takes over at once.
 
     Attributes:
         last: the newest mime bundle of each display that was updated.
     """
 
-    def __init__(self) -> None:
+    CHUNK = 60
+    PAUSE_S = 0.5
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.last: dict[str, dict[str, Any]] = {}
+        self._clock = clock
         self._shown: dict[str, str] = {}  # per stream (a widget's comm, or a display), its text so far
+        self._waiting: dict[str, str] = {}  # per stream, what of it is not printed yet
         self._stream_of: dict[str, str] = {}  # display id -> the widget's comm that it shows
-        self._speaking: str | None = None
+        self._speaker, self._spoke_at = "", -math.inf
 
     def cell(self, cell: NotebookNode) -> None:
         """Head the output of a cell that starts."""
         if cell.cell_type == "code":
-            self._speaking = None
+            self.flush()
             lines = cell.source.strip().splitlines()
-            print(
-                f"\n\n\x1b[2m>>> {lines[0]}{' ...' * (len(lines) > 1)}\x1b[0m" if _colour() else f"\n\n>>> {lines[0]}"
-            )
+            head = f">>> {lines[0]}{' ...' * (len(lines) > 1)}"
+            print(f"\n\n\x1b[2m{head}\x1b[0m" if _colour() else f"\n\n{head}")
+            self._spoke_at = -math.inf
+
+    def flush(self) -> None:
+        """Print what still waits."""
+        for stream in list(self._waiting):
+            self._say(stream)
 
     def hear(self, message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
         if kind == "stream":
-            self._speak("", content["text"])
+            self._add("", content["text"])
+            self._say("")
         elif kind == "comm_msg":
             self._hear_widget(content["comm_id"], content["data"])
         elif kind in ("display_data", "execute_result", "update_display_data"):
@@ -199,20 +220,29 @@ class _StreamPrinter:
             self.last[display_id] = data
             self._grow(self._stream_of.get(display_id, display_id), 0, text)
         elif not any(kind.startswith("image/") for kind in data):
-            self._grow(display_id, 0, text) if display_id else self._speak("", text)
+            self._grow(display_id or repr(content), 0, text)
 
     def _grow(self, stream: str, start: int, text: str) -> None:
-        """Print what `text`, which begins at character `start` of the stream, adds to it."""
+        """Take what `text`, which begins at character `start` of the stream, adds to it."""
         before = self._shown.get(stream, "")
         whole = before[:start] + text
         if start <= len(before) and len(whole) > len(before) and whole.startswith(before):
             self._shown[stream] = whole
-            self._speak(stream, whole[len(before) :])
+            self._add(stream, whole[len(before) :])
 
-    def _speak(self, stream: str, text: str) -> None:
-        if stream != self._speaking and self._speaking is not None:
+    def _add(self, stream: str, text: str) -> None:
+        self._waiting[stream] = self._waiting.get(stream, "") + text
+        silent = self._clock() - self._spoke_at > self.PAUSE_S
+        if stream == self._speaker or silent or len(self._waiting[stream]) >= self.CHUNK:
+            self._say(stream)
+
+    def _say(self, stream: str) -> None:
+        text = self._waiting.pop(stream, "")
+        if not text:
+            return
+        if stream != self._speaker and self._spoke_at > -math.inf:
             print()
-        self._speaking = stream
+        self._speaker, self._spoke_at = stream, self._clock()
         print(_printable(text), end="", flush=True)
 
 
@@ -254,10 +284,11 @@ def _write(notebook: NotebookNode, folder: Path, name: str) -> list[Path]:
 def _doctor() -> int:
     import torch
 
+    from . import __version__
     from .core import gguf
     from .core.loader import DEFAULT_FILE, DEFAULT_HUB_ID, DEFAULT_PACKAGE, native_bfloat16
 
-    print(f"interactive-infer  {importlib.metadata.version('interactive-infer')}")
+    print(f"interactive-infer  {__version__}")
     print(f"Python             {platform.python_version()} on {platform.platform()}")
     for name in _VERSIONS:
         try:

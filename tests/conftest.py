@@ -6,9 +6,7 @@ CI in the environment, any other skip or expected failure fails the session.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -23,31 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("INTERACTIVE_INFER_CACHE", str(ROOT / "build" / "test-cache"))
 os.environ.setdefault("MPLBACKEND", "agg")
-
-KERNELS = {
-    "ipykernel7": Path(sys.executable),
-    "ipykernel6": ROOT / ".venv-ipykernel6" / "bin" / "python",
-}
-"""The environments whose kernels the notebook tests drive; `make ipykernel6` makes the second."""
-
-
-@pytest.fixture(params=KERNELS)
-def kernel_name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an installed kernel, once on ipykernel 7 and once on 6, apart from the user's Jupyter."""
-    name = request.param
-    if not KERNELS[name].exists():
-        pytest.skip(f"{KERNELS[name]} is not there: run `make ipykernel6`")
-    spec = tmp_path / "jupyter" / "kernels" / name
-    spec.mkdir(parents=True)
-    command = [str(KERNELS[name]), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel = {"argv": command, "display_name": name, "language": "python", "env": {"PYTHONPATH": str(ROOT)}}
-    (spec / "kernel.json").write_text(json.dumps(kernel))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    return name
-
 
 # ------------------------------------------------------------------------------- skips that nobody expected
 

@@ -2,7 +2,7 @@
 
 `tiny_model(name)` gives a float32 model in eval mode on the CPU, with weights large enough that greedy text
 wanders instead of repeating one token, and with no end of text. `TINY` are those that the engine must
-reproduce token for token; `REFUSED` maps those that it must refuse to a word of the reason.
+reproduce token for token; `REFUSED` maps those that it must refuse to why.
 """
 
 from __future__ import annotations
@@ -164,13 +164,13 @@ _CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 REFUSED = {
-    "mamba": "recurrent",
-    "rwkv": "recurrent",
-    "mpt": "attention",
+    "mamba": "recurrent state",
+    "rwkv": "recurrent state",
+    "mpt": "ALiBi",
     "bloom": "ALiBi",
     "falcon_alibi": "ALiBi",
-    "gptj": "attention",
-    "deepseek_v3": "head",
+    "gptj": "ignores AttentionInterface in transformers 5.17",
+    "deepseek_v3": "keys and values of different head sizes",
 }
 TINY = tuple(name for name in _CONFIGURATIONS if name not in REFUSED)
 
