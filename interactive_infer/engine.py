@@ -293,7 +293,7 @@ class Engine:
         params = params.with_seed()
         self._count += 1
         number = self._count
-        output = Output(self._prompts.detokenizer(ids or []), tuple(params.stop), preset)
+        output = Output(self._prompts.detokenizer(ids or []), tuple(params.stop), preset, params.min_tokens)
         generation = Generation(self, number, prompt, params, output)
         self._steps.register(generation)
         if ids is not None:

@@ -32,12 +32,14 @@ class Output:
     - `text` only ever grows: text that may turn out to belong to a stop string, or to a character whose last bytes
       have not come, is held back until it is decided. A token is *visible* once its text is;
     - the texts of all tokens, joined, are the text;
-    - the first `num_preset` tokens were not generated but given (a branch's shared part): no stop string is looked
-      for in them, and `times_ns` (on `time.perf_counter_ns`) begins after them.
+    - the `preset` tokens were not generated but given (a branch's shared part): `times_ns`, on
+      `time.perf_counter_ns`, begins after them. No stop string is looked for in them, nor in the first `min_tokens`.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...], preset: list[int]) -> None:
-        self.num_preset = len(preset)
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: tuple[str, ...], preset: list[int], min_tokens: int = 0
+    ) -> None:
+        self._stops_from = max(len(preset), min_tokens)
         self.token_ids: list[int] = list(preset)
         self.times_ns = array("q")
         self.logprobs: dict[int, TokenLogprobs] = {}
@@ -109,7 +111,7 @@ class Output:
             new = self.token_ids[len(pieces) : total]
             decoded = self.detokenizer.push(new) if self.detokenizer is not None else [""] * len(new)
             for text in decoded:
-                if self._stop is not None and text and len(pieces) >= self.num_preset:
+                if self._stop is not None and text and len(pieces) >= self._stops_from:
                     text = self._stop.push(text)
                 pieces.append(text)
                 if text:

@@ -112,10 +112,8 @@ class Sampler:
         needs_probabilities = not inputs.all_greedy or inputs.processed_logprob_rows is not None
         untouched = inputs.sparse_rows is None and inputs.penalty_rows is None
         blockwise = logits.is_contiguous() and self.vocab_size % BLOCK == 0 and logits.dtype != torch.float64
-        if untouched and not needs_probabilities and blockwise:
-            scores = logits
-        else:
-            scores = self._scores(logits, inputs)
+        as_is = untouched and blockwise and not needs_probabilities
+        scores = logits if as_is else self._scores(logits, inputs)
         if inputs.any_greedy:
             token_ids, invalid = self._argmax(scores)
         if needs_probabilities:
