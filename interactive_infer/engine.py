@@ -8,8 +8,10 @@ task at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -145,6 +147,10 @@ class Engine:
         waiting: Waiting,
     ) -> Engine:
         from interactive_infer.assembly import assemble
+
+        if "ipykernel" in sys.modules:  # here rather than at the first display, where it would hold the loop
+            with contextlib.suppress(ImportError):
+                import interactive_infer.notebook.widgets.token_view  # noqa: F401
 
         parts = assemble(model, tokenizer=tokenizer, device=device, dtype=dtype, progress=report, **options)
         return cls(parts, waiting=waiting)
@@ -334,10 +340,12 @@ class Engine:
     def _pause(self, generation: Generation) -> None:
         if generation._sequence is not None:
             self._parts.scheduler.pause(generation._sequence)
+            generation._output.notify()
 
     def _resume(self, generation: Generation) -> None:
         if generation._sequence is not None:
             self._parts.scheduler.resume(generation._sequence)
+            generation._output.notify()
 
     def _update(self, generation: Generation, params: SamplingParams) -> None:
         sequence = generation._sequence

@@ -543,6 +543,16 @@ class TestText:
         assert gen.finish_reason == "stop"
         assert all(gen.text.startswith(text) for text in shown)
 
+    @pytest.mark.parametrize("held", [1, 2, 3])
+    async def test_text_that_only_begins_a_stop_string_is_kept(self, engine, held):
+        whole = await ask(engine, "hello", max_tokens=20)
+        seen = []
+        gen = ask(engine, "hello", max_tokens=20, stop=whole.text[-held:] + "\x00")
+        async for token in gen:
+            seen.append(token.text)
+        assert "".join(seen) == gen.text == whole.text
+        assert gen.finish_reason == "length"
+
     async def test_empty_text(self, engine):
         with pytest.raises(InvalidRequestError, match="prompt"):
             engine.generate("")

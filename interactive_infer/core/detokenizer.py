@@ -105,6 +105,11 @@ class Detokenizer:
         """A piece for each of the next tokens: "" for a special one and while a character is unfinished."""
         return self._stream.push(ids)
 
+    @property
+    def holding(self) -> bool:
+        """Whether the last token began a character that is not finished."""
+        return self._stream.holding
+
     def flush(self) -> str:
         """What is still held when no more tokens come: "", or U+FFFD for an unfinished character."""
         return self._stream.flush()
@@ -115,7 +120,8 @@ class _ByteStream:
 
     def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int]) -> None:
         self._bytes_of = texts.bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decode = self._decoder.decode
         tail = b""
         # UTF-8 finds its own boundaries: the last four bytes tell how far into a character the prompt ends.
         for token_id in reversed(prompt_ids):
@@ -131,6 +137,10 @@ class _ByteStream:
         if self._leading_spaces:
             self._strip_first(pieces)
         return pieces
+
+    @property
+    def holding(self) -> bool:
+        return self._decoder.getstate()[0] != b""
 
     def flush(self) -> str:
         return self._decode(b"", final=True)
@@ -167,6 +177,10 @@ class _WindowStream:
 
     def push(self, ids: Iterable[int]) -> list[str]:
         return [self._next(token_id) for token_id in ids]
+
+    @property
+    def holding(self) -> bool:
+        return bool(self._held)
 
     def flush(self) -> str:
         return self._release(self._texts.decode(self._context + self._held)) if self._held else ""
@@ -283,6 +297,11 @@ class StopStrings:
         shown = len(text) - self._depth[state]
         self._held = text[shown:]
         return text[:shown]
+
+    @property
+    def holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
 
     def flush(self) -> str:
         """The text held back, when the text ends without a match."""

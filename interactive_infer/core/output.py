@@ -53,7 +53,7 @@ class Output:
         self._stop = StopStrings(stop) if stop else None
         self._lock = threading.Lock()
         self._pieces: list[str] = []
-        self._num_visible = 0
+        self._flushed = False
         self._joined = ""
         self._num_joined = 0
 
@@ -106,25 +106,21 @@ class Output:
 
     def _decode(self) -> int:
         ended = self.finish_reason is not None  # read first: it is set after the last append
-        pieces, total = self._pieces, len(self.token_ids)
-        if len(pieces) < total:
-            new = self.token_ids[len(pieces) : total]
-            decoded = self.detokenizer.push(new) if self.detokenizer is not None else [""] * len(new)
-            for text in decoded:
-                if self._stop is not None and text and len(pieces) >= self._stops_from:
-                    text = self._stop.push(text)
-                pieces.append(text)
-                if text:
-                    self._num_visible = len(pieces)
-            if self.detokenizer is None:
-                self._num_visible = total
-        if ended and self._num_visible < total:
-            if not self.stopped and self.detokenizer is not None:
-                rest = self.detokenizer.flush()
-                if self._stop is not None:
-                    rest = self._stop.push(rest) if rest else ""
-                    if not self.stopped:
-                        rest += self._stop.flush()
-                pieces[-1] += rest
-            self._num_visible = total
-        return self._num_visible
+        pieces, new = self._pieces, self.token_ids[len(self._pieces) :]
+        detokenizer, stop = self.detokenizer, self._stop
+        if detokenizer is None:
+            pieces += [""] * len(new)
+            return len(pieces)
+        for text in detokenizer.push(new):
+            if stop is not None and text and len(pieces) >= self._stops_from:
+                text = stop.push(text)
+            pieces.append(text)
+        if ended and not self._flushed and pieces:
+            self._flushed = True
+            rest = detokenizer.flush()
+            if stop is not None:
+                rest = stop.push(rest) + stop.flush()
+            pieces[-1] += rest
+        # Text that is held back goes to a later token, or at the end to the last: until then that one is undecided.
+        held = not self._flushed and (detokenizer.holding or (stop is not None and stop.holding))
+        return len(pieces) - held

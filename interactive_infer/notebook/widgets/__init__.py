@@ -1,0 +1,1 @@
+"""One widget a file, each with its JavaScript and style sheet beside it."""
