@@ -189,7 +189,7 @@ class Generation:
         usage = Usage(
             prompt_tokens=len(self._prompt_ids or ()),
             completion_tokens=len(output.token_ids),
-            cached_tokens=sequence.num_reused if sequence is not None else 0,
+            cached_tokens=min(sequence.num_reused, sequence.prompt_length) if sequence is not None else 0,
         )
         return Completion(output.text, tuple(output.token_ids), output.finish_reason, usage, self.timing, self.tokens)
 

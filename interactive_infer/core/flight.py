@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from interactive_infer.core.kv_cache import NULL_PAGE
 from interactive_infer.core.output import FinishReason
 from interactive_infer.core.runner import Runner, StepResult
 from interactive_infer.core.scheduler import Plan, Scheduler
@@ -122,7 +123,7 @@ class FlightQueue:
         for index in result.invalid:
             sequence = plan.rows[index].sequence
             if not sequence.finished:
-                self._runner.scrub(sequence.pages)
+                self._runner.scrub([NULL_PAGE, *self._scheduler.cache.retract(sequence.pages)])
                 error = DeviceError(
                     "the model's logits are not numbers for this text (often float16 overflow; try dtype='bfloat16' "
                     "or 'float32')"

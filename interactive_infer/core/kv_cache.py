@@ -121,6 +121,16 @@ class KVCache:
             self._digest[page] = digest
         return digest
 
+    def retract(self, pages: Seq[int]) -> list[int]:
+        """Take those of `pages` that nobody else holds out of the index, and return them: nobody will read them again
+        once they are released, so they may be overwritten now."""
+        private = [page for page in pages if self._refs[page] == 1]
+        for page in private:
+            digest = self._digest.pop(page, None)
+            if digest is not None and self._index.get(digest) == page:
+                del self._index[digest]
+        return private
+
     def clear(self) -> None:
         """Forget every prefix (the weights changed: old keys and values are no longer true).
 

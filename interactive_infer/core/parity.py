@@ -107,6 +107,12 @@ def check_parity(model: PreTrainedModel, runner: Runner, page_size: int, vocab_s
     with _small_windows(model):
         with fixed_rope():
             reference = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
+        if any(logits.isnan().any() for logits in reference):
+            raise _refuse(
+                model,
+                f"its own logits hold NaN in {str(model.dtype).removeprefix('torch.')} (a damaged file, or float16 "
+                "overflow: then load it with dtype='bfloat16' or 'float32')",
+            )
         ours = [torch.empty_like(logits) for logits in reference]
         for step in _STEPS:
             spans, write_to, positions, first = [], [], [], 0

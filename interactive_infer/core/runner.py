@@ -280,7 +280,9 @@ class Runner:
         """
         attention = PagedSDPA(spans, self.page_size, self._device.torch_device)
         step = PackedStep(self._layers, self._pools, self._tensor(write_to), attention)
-        select = {"logits_to_keep": logits_at} if self._select_logits and logits_at.numel() else {}
+        select: dict[str, torch.Tensor] = {}
+        if self._select_logits:  # 0 would mean all of them: a chunk that samples nothing asks for one
+            select["logits_to_keep"] = logits_at if logits_at.numel() else logits_at.new_zeros(1)
         with running(step, self._modules):
             output = self._model(
                 input_ids=input_ids[None],

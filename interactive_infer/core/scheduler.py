@@ -121,8 +121,8 @@ class Scheduler:
                 budget -= count
         num_decoding = sum(row.count == 1 for row in rows)
 
-        # With no row, those short of pages have given theirs up to somebody older, who waits: nothing else may be in
-        # flight, so he has to be let in now.
+        # With no row, whoever was short of pages has given them up to an older one that waits. Nothing may be in flight
+        # that would bring another plan, so it is admitted now.
         while self.waiting and self._slots and budget > 0 and not (short_of_pages and rows):
             sequence = self.waiting[0]
             if sequence.pending:  # preempted or resumed with tokens still in flight: known at the next commit
@@ -201,7 +201,8 @@ class Scheduler:
         sequence.num_indexed = len(sequence.pages)
         reused = sequence.num_indexed * self.cache.page_size
         sequence.num_planned = sequence.num_cached = min(reused, len(sequence.token_ids) - 1)
-        sequence.num_reused = sequence.num_cached
+        if sequence.output.scheduled_ns is None:  # after a preemption it finds its own pages again
+            sequence.num_reused = sequence.num_cached
 
     def _grow(self, sequence: Sequence, tokens: int, planned: set[Sequence], *, admitting: bool = False) -> bool:
         """Pages for the first `tokens` tokens, taken from others if need be; False when there are none to take."""

@@ -62,24 +62,35 @@ def in_step() -> bool:
     return _current.step is not None
 
 
+_holders: dict[int, int] = {}  # engines that hold a configuration, by its id, while there are any
+_holders_lock = threading.Lock()
+
+
 def attach(model: PreTrainedModel) -> Callable[[], None]:
     """Route the model's attention through ours; returns the function that undoes it.
 
-    Several engines may hold one model: names nest no further than one level, and the last to leave restores.
+    Several engines may hold one model: the first renames, the last to leave restores.
     """
-    changed: list[tuple[Any, str]] = []
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        name = getattr(config, "_attn_implementation", None) or "eager"
-        if not name.startswith(_PREFIX):
-            _register(name)
-            config._attn_implementation = _PREFIX + name
-            changed.append((config, name))
+    configs = list(
+        {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
+    )
+    with _holders_lock:
+        for config in configs:
+            name = getattr(config, "_attn_implementation", None) or "eager"
+            if not name.startswith(_PREFIX):
+                _register(name)
+                config._attn_implementation = _PREFIX + name
+            _holders[id(config)] = _holders.get(id(config), 0) + 1
 
-    def detach() -> None:
-        for config, name in changed:
-            if config._attn_implementation == _PREFIX + name:
-                config._attn_implementation = name
+    def detach() -> None:  # refers to the configurations, so their ids stay theirs
+        with _holders_lock:
+            while configs:
+                config = configs.pop()
+                left = _holders.pop(id(config)) - 1
+                if left:
+                    _holders[id(config)] = left
+                else:
+                    config._attn_implementation = config._attn_implementation.removeprefix(_PREFIX)
 
     return detach
 
