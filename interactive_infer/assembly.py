@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import attach
 from interactive_infer.core.device import CPUDevice
@@ -132,7 +133,7 @@ def assemble(
     if loaded.model.device.type != "cpu":
         raise InvalidRequestError("device", str(loaded.model.device), 'only "cpu" can run for now')
     progress("checking", 0.0)
-    undo: list[Callable[[], None]] = [attach(loaded.model)]
+    undo: list[Callable[[], None]] = [_in_eval_mode(loaded.model), attach(loaded.model)]
     try:
         parts = Parts(loaded, options=options, undo=undo)
     except BaseException:
@@ -141,6 +142,18 @@ def assemble(
         raise
     progress("checking", 1.0)
     return parts
+
+
+def _in_eval_mode(model: PreTrainedModel) -> Callable[[], None]:
+    """Switch dropout and the like off; returns the function that puts an owner's training mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+
+    def undo() -> None:
+        for module in training:
+            module.training = True
+
+    return undo
 
 
 def _default_tokens(shapes: list[LayerShape], dtype: torch.dtype) -> int:

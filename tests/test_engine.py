@@ -563,6 +563,7 @@ class TestText:
 
     async def test_owner_keeps_the_model(self):
         model = tiny_model("llama")
+        model.model.layers[0].train()
         ids = torch.tensor([PROMPT])
         options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         before = model.generate(ids, **options)
@@ -577,6 +578,8 @@ class TestText:
         assert model.get_input_embeddings().weight.grad is not None
         await engine.close()
         assert model.config._attn_implementation == implementation
+        assert model.model.layers[0].mlp.training, "the owner's training mode is put back"
+        assert not model.model.layers[1].training
         assert torch.equal(model.generate(ids, **options), before)
 
 

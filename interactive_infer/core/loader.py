@@ -284,7 +284,6 @@ def _take(
         text, problem = _tokenizer_of(origin, progress)
     else:
         text = _find_tokenizer(tokenizer, progress)
-    source.eval()
     name = Path(origin).name if origin and Path(origin).is_dir() else origin or type(source).__name__
     return LoadedModel(source, text, name, False, _eos_token_ids(source, text), here, most, problem)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,14 +132,10 @@ class Runner:
         self._device = device
         self._select_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         torch_device = device.torch_device
-        # Zeros rather than uninitialized: masked positions still meet values, and 0 * NaN is NaN. The CPU's
-        # allocator hands out zero pages lazily, so unused ones cost no memory.
+        # Zeros rather than uninitialized: masked positions still meet values, and 0 * NaN is NaN.
+        sizes = [(num_pages + 1, page_size, shape.kv_heads, shape.head_dim) for shape in shapes]
         self._pools = [
-            (
-                torch.zeros((num_pages + 1, page_size, s.kv_heads, s.head_dim), dtype=model.dtype, device=torch_device),
-                torch.zeros((num_pages + 1, page_size, s.kv_heads, s.head_dim), dtype=model.dtype, device=torch_device),
-            )
-            for s in shapes
+            (_zeros(size, model.dtype, torch_device), _zeros(size, model.dtype, torch_device)) for size in sizes
         ]
         self._last_token = torch.zeros(max_batch_size, dtype=torch.int64, device=torch_device)
         self._table = SamplingTable(max_batch_size, vocab_size)
@@ -297,6 +294,14 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost memory only where they are written, on a CPU: NumPy asks the system for zero pages, while
+    `torch.zeros` writes them all."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def _logprobs(sampled: Sampled, rows: list[int]) -> dict[int, tuple[float, int, list[int], list[float]]]:
