@@ -178,17 +178,12 @@ def _twin(error: BaseException) -> BaseException:
     return twin.with_traceback(error.__traceback__)
 
 
-def _without_own_frame(error: BaseException) -> BaseException:
-    """`error` less the traceback entry of the frame that caught it, whose locals would live as long."""
-    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-
-
 def _device_error(error: BaseException) -> DeviceError:
     failure = DeviceError(
         f"work on the device failed: {type(error).__name__}: {error}. "
         "After a CUDA error other than out-of-memory the device is lost to this process: restart the kernel"
     )
-    failure.__cause__ = _without_own_frame(error)
+    failure.__cause__ = error
     return failure
 
 
@@ -207,14 +202,17 @@ Interval = Callable[[], tuple[int | None, int | None]]
 """(start, end) of an event's work in ns on `time.perf_counter_ns`; called once the event is reached."""
 
 
-def _end_of(event: DeviceEvent, value: Any = None, interval: Interval | None = None) -> _Outcome:
-    """Block until `event` is reached, and say how its work ended. Never raises: its thread must survive."""
+def _end_of(event: DeviceEvent, interval: Interval | None = None) -> _Outcome:
+    """Block until `event` is reached, and say how its work ended. Never raises: its thread must survive.
+
+    A failure's traceback keeps this frame, so nothing that must be freed is given to it.
+    """
     try:
         event.synchronize()
         start_ns, end_ns = interval() if interval is not None else (None, None)
     except BaseException as error:
         return _Outcome(error=_device_error(error))
-    return _Outcome(value, None, start_ns, end_ns)
+    return _Outcome(None, None, start_ns, end_ns)
 
 
 # ---- the interpreter's exit ------------------------------------------------------------------
@@ -296,7 +294,9 @@ class Waiter:
 def _watch(queue: SimpleQueue[_Watched | None], pending: dict[Completion[Any], None]) -> None:
     while (watched := queue.get()) is not None:
         if not watched.completion.done():
-            watched.completion._settle(_end_of(watched.event, watched.value, watched.interval))
+            outcome = _end_of(watched.event, watched.interval)
+            watched.completion._settle(outcome if outcome.error else outcome._replace(value=watched.value))
+            del outcome
         pending.pop(watched.completion, None)
         _unfinished.pop(watched.completion, None)
         del watched  # nothing is held while the thread sleeps
@@ -308,27 +308,27 @@ def _watch(queue: SimpleQueue[_Watched | None], pending: dict[Completion[Any], N
 class _Threads:
     """Daemon threads, one for each running job, so that no job waits for another. Idle ones are used again.
 
-    A job blocks as long as it likes and returns what is to be done with its outcome; it must not raise. The
-    thread counts as idle before it delivers, so that a caller who is woken and waits again finds it (after
-    trio's `_core/_thread_cache.py`).
+    A job blocks as long as it likes and returns how it ended; it must not raise. Its thread counts as idle
+    before it settles the completion, so that a caller who is woken and waits again finds it (after trio's
+    `_core/_thread_cache.py`).
     """
 
     def __init__(self) -> None:
         self._idle: dict[_Worker, None] = {}
 
-    def start(self, job: Callable[[], Callable[[], object]]) -> None:
+    def start(self, job: Callable[[], _Outcome], completion: Completion[Any]) -> None:
         try:
             worker, _ = self._idle.popitem()  # the one that went idle last: the others get to end
         except KeyError:
             worker = _Worker(self._idle)
-        _unfinished[job] = None
-        worker.job = job
+        _unfinished[completion] = None
+        worker.task = (job, completion)
         worker.gate.release()
 
 
 class _Worker:
     def __init__(self, idle: dict[_Worker, None]) -> None:
-        self.job: Callable[[], Callable[[], object]] | None = None
+        self.task: tuple[Callable[[], _Outcome], Completion[Any]] | None = None
         self.gate = threading.Lock()
         self.gate.acquire()
         threading.Thread(target=self._run, args=(idle,), name="interactive_infer wait", daemon=True).start()
@@ -336,13 +336,14 @@ class _Worker:
     def _run(self, idle: dict[_Worker, None]) -> None:
         while True:
             if self.gate.acquire(timeout=_IDLE_S):
-                job, self.job = self.job, None
-                assert job is not None
-                deliver = job()
-                _unfinished.pop(job, None)
+                assert self.task is not None
+                job, completion = self.task
+                self.task = None
+                outcome = job()
+                _unfinished.pop(completion, None)
                 idle[self] = None
-                deliver()
-                del job, deliver  # nothing is held while the thread sleeps
+                completion._settle(outcome)
+                del job, completion, outcome  # nothing is held while the thread sleeps
             else:
                 try:
                     del idle[self]
@@ -378,12 +379,8 @@ async def device_done(work: Any) -> None:
         await asyncio.sleep(0)
         return
     completion: Completion[None] = Completion()
-    _threads.start(partial(_wait_for, event, completion))
+    _threads.start(partial(_end_of, event), completion)
     await completion
-
-
-def _wait_for(event: DeviceEvent, completion: Completion[None]) -> Callable[[], object]:
-    return partial(completion._settle, _end_of(event))
 
 
 def _event_of(work: Any) -> DeviceEvent | None:
@@ -443,8 +440,8 @@ class _Lane(Protocol):
 
 async def _run_on(lane: _Lane, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     completion: Completion[_Outcome] = Completion()
-    context = contextvars.copy_context()
-    _threads.start(partial(_run_in, lane, context, torch.is_grad_enabled(), fn, args, completion))
+    call = partial(contextvars.copy_context().run, fn, *args)
+    _threads.start(partial(_run_in, lane, torch.is_grad_enabled(), call), completion)
     outcome = await completion
     error = outcome.error
     if error is not None:
@@ -457,25 +454,22 @@ async def _run_on(lane: _Lane, fn: Callable[..., T], args: tuple[Any, ...]) -> T
     return outcome.value
 
 
-def _run_in(
-    lane: _Lane,
-    context: contextvars.Context,
-    grad: bool,
-    fn: Callable[..., T],
-    args: tuple[Any, ...],
-    completion: Completion[_Outcome],
-) -> Callable[[], object]:
-    outcome = _Outcome()
-    try:
-        with lane.entered(), torch.set_grad_enabled(grad):
-            outcome = _Outcome(context.run(fn, *args))
-    except BaseException as error:
-        outcome = _Outcome(error=_without_own_frame(error))
+def _run_in(lane: _Lane, grad: bool, call: Callable[[], Any]) -> _Outcome:
+    called = _outcome_of(lane, grad, call)
     # Also after a failure: until the device is done, nothing that fn launched with may be freed and reused.
     ended = _end_of_launches(lane)
-    if outcome.error is None and ended.error is not None:
-        outcome = ended
-    return partial(completion._settle, _Outcome(outcome))
+    try:
+        return _Outcome(ended if called.error is None and ended.error is not None else called)
+    finally:
+        del called, ended  # error -> its traceback -> fn's frame -> its caller, this frame -> error: a cycle
+
+
+def _outcome_of(lane: _Lane, grad: bool, call: Callable[[], Any]) -> _Outcome:
+    try:
+        with lane.entered(), torch.set_grad_enabled(grad):
+            return _Outcome(call())
+    except BaseException as error:
+        return _Outcome(error=error)
 
 
 def _end_of_launches(lane: _Lane) -> _Outcome:

@@ -1,9 +1,10 @@
-"""Ways of waiting that have the faults `interactive_infer.waiting` must not have. The tests run against them too.
+"""Ways of waiting with the faults that `interactive_infer.waiting` must not have: the tests' counter-checks.
 
-`PullRequestFuture` is written like the future of the pull request that this project began with: a Python function
-in the device's stream resolves it, through the private queue of an event loop made for it. Its faults are kept:
-it never resolves on any other loop, cannot be cancelled, knows no device errors and no closing, is part of a
-reference cycle, keeps a Python function in the stream, and then blocks the loop for the copy to the host.
+`PullRequestFuture` is written like the future of the pull request that this project began with: a Python
+function in the device's stream resolves it, through the private queue of an event loop made for it. Its faults
+are kept: it never resolves on any other loop, cannot be cancelled, knows no device errors and no closing, is
+part of a reference cycle, keeps a Python function in the stream, and then blocks the loop for the copy to the
+host.
 """
 
 from __future__ import annotations
