@@ -13,6 +13,7 @@ from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.loader import LoadedModel, load_model
+from interactive_infer.core.packing import pack_linears
 from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
 from interactive_infer.core.rope import fix_rope
 from interactive_infer.core.runner import LayerShape, Runner
@@ -59,6 +60,8 @@ class Parts:
         self.max_batch_size: int = options["max_batch_size"] or 64
         self.max_step_tokens: int = options["max_step_tokens"] or 256
         self.steps_in_flight: int = options["steps_in_flight"]
+        if self.owned:
+            self._undo.append(pack_linears(self.model))
         self.device = CPUDevice()
         self._undo.append(self.device.close)
         self.runner = Runner(

@@ -7,9 +7,12 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,6 +398,21 @@ class TestLoops:
                 engine._parts.cache.check(held=[])
             assert interrupted > 200
             assert len(engine.generate_sync(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+
+    def test_leaving_the_process_with_steps_in_flight(self):
+        script = (
+            "import asyncio\n"
+            "from interactive_infer import Engine\n"
+            "from tests.tiny_models import tiny_model\n"
+            "async def main():\n"
+            "    engine = await Engine.load(tiny_model('llama'), kv_cache_tokens=4096, progress=False)\n"
+            "    async for _ in engine.generate([1, 2, 3], max_tokens=4000, ignore_eos=True):\n"
+            "        raise SystemExit(7)\n"
+            "asyncio.run(main())\n"
+        )
+        root = Path(__file__).parents[1]
+        ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 7, ended.stderr
 
 
 class TestFailures:

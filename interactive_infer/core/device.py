@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from interactive_infer.errors import DeviceError
 from interactive_infer.waiting import Completion
 
 T = TypeVar("T")
+
+_GRACE_S = 10.0  # a step takes well under this; one that takes longer is not waited for
 
 
 class Device(Protocol):
@@ -29,8 +32,10 @@ class Device(Protocol):
 class CPUDevice:
     """The CPU as a device: one worker thread. PyTorch releases the GIL while it computes, so the loop stays free.
 
-    The thread holds the queue alone, never the engine, so a dropped engine can be collected; it is a daemon, so a
-    step that hangs does not keep the interpreter from leaving.
+    The thread holds the queue alone, never the engine, so a dropped engine can be collected. It ends when the device
+    is closed or collected, and at the interpreter's exit, which waits for it a moment: a thread that comes out of
+    torch's C++ while the interpreter is torn down would abort the process. A step that hangs does not keep the
+    interpreter from leaving.
     """
 
     def __init__(self) -> None:
@@ -41,6 +46,7 @@ class CPUDevice:
             target=_serve, args=(self._queue,), name="interactive_infer device cpu", daemon=True
         )
         self._thread.start()
+        self._end = weakref.finalize(self, _end, self._queue, self._thread)
 
     def submit(self, work: Callable[[], T]) -> Completion[T]:
         """Run `work` after all that was submitted before it; its exception becomes the completion's."""
@@ -52,12 +58,15 @@ class CPUDevice:
         return completion
 
     def close(self) -> None:
-        """End the thread once it has done what was submitted. Waits for it, unless called on it."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+        """End the thread once it has done what was submitted."""
+        self._closed = True
+        self._end()
+
+
+def _end(work_queue: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    work_queue.put(None)
+    if threading.current_thread() is not thread:
+        thread.join(timeout=_GRACE_S)
 
 
 def _serve(work_queue: queue.SimpleQueue[tuple[Callable[[], object], Completion] | None]) -> None:
