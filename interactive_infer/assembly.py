@@ -139,9 +139,12 @@ def assemble(
     undo: list[Callable[[], None]] = [_in_eval_mode(loaded.model), attach(loaded.model)]
     try:
         parts = Parts(loaded, options=options, undo=undo)
-    except BaseException:
+    except BaseException as error:
         for step in reversed(undo):
             step()
+        if isinstance(error, MemoryError):
+            tokens = options["kv_cache_tokens"]
+            raise InvalidRequestError("kv_cache_tokens", tokens, f"does not fit into memory: {error}") from error
         raise
     progress("checking", 1.0)
     return parts

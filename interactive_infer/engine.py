@@ -30,7 +30,7 @@ from interactive_infer.generation import Generation, GenerationGroup
 from interactive_infer.info import EngineInfo
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.progress import ProgressBar
-from interactive_infer.prompts import Prompt
+from interactive_infer.prompts import Prompt, whole_number
 from interactive_infer.sampling import SamplingParams
 from interactive_infer.step_loop import StepLoop, Waiting
 from interactive_infer.timeline import Timeline
@@ -251,7 +251,7 @@ class Engine:
         text = self._prompts.render_chat(messages)
         params = SamplingParams.make(params, **sampling)
         params.validate_for(self.vocab_size)
-        ids = self._prompts.tokenize(text, add_special_tokens=False)
+        ids = self._prompts.tokenize(text, "messages", add_special_tokens=False)
         self._prompts.check_length(text, ids, "messages")
         generations = [self._start(text, ids, params.with_seed(sample), []) for sample in range(params.n)]
         return GenerationGroup(generations) if params.n > 1 else generations[0]
@@ -340,11 +340,14 @@ class Engine:
     def _pause(self, generation: Generation) -> None:
         if generation._sequence is not None:
             self._parts.scheduler.pause(generation._sequence)
+            self._steps.rest(generation)
             generation._output.notify()
 
     def _resume(self, generation: Generation) -> None:
         if generation._sequence is not None:
             self._parts.scheduler.resume(generation._sequence)
+            if generation._was_held:
+                self._steps.hold(generation)
             generation._output.notify()
 
     def _update(self, generation: Generation, params: SamplingParams) -> None:
@@ -378,6 +381,15 @@ class Engine:
             raise EngineClosedError("this engine is closed; load it again with Engine.load")
 
 
+_MOST = {
+    "kv_cache_tokens": 1 << 40,
+    "page_size": 1024,
+    "max_batch_size": 4096,
+    "max_step_tokens": 1 << 20,
+    "steps_in_flight": 16,
+}
+
+
 def _options(
     kv_cache_tokens: int | None,
     page_size: int,
@@ -387,17 +399,20 @@ def _options(
     steps_in_flight: int,
 ) -> dict[str, Any]:
     """The options that are not the model's, checked before anything is loaded."""
-    options = {
+    options: dict[str, Any] = {
         "kv_cache_tokens": kv_cache_tokens,
         "page_size": page_size,
         "max_batch_size": max_batch_size,
         "max_step_tokens": max_step_tokens,
         "steps_in_flight": steps_in_flight,
     }
-    for argument, value in options.items():
-        optional = argument not in ("page_size", "steps_in_flight")
-        if not (value is None and optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InvalidRequestError(argument, value, "must be a whole number, 1 or more")
+    for argument, value in list(options.items()):
+        if value is None and argument not in ("page_size", "steps_in_flight"):
+            continue
+        number, most = whole_number(value), _MOST[argument]
+        if number is None or not 1 <= number <= most:
+            raise InvalidRequestError(argument, value, f"must be a whole number, 1 to {most:,}")
+        options[argument] = number
     if waiting not in ("thread", "spin", "block"):
         raise InvalidRequestError("waiting", waiting, 'must be "thread", "spin" or "block"')
     return options

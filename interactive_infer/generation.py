@@ -13,6 +13,7 @@ from interactive_infer.core.output import FinishReason, Output
 from interactive_infer.core.sequence import Sequence, State
 from interactive_infer.errors import EngineClosedError, InvalidRequestError
 from interactive_infer.interrupts import deferred_interrupts
+from interactive_infer.prompts import whole_number
 from interactive_infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Generation:
         self._prompt_ids: list[int] | None = None  # None while a long prompt is tokenized
         self._output = output
         self._sequence: Sequence | None = None
+        self._was_held = False
         self._readers = _Readers()
         output.listeners.append(self._readers)
         self._tokens: list[Token] = []
@@ -313,13 +315,13 @@ class Generation:
         if shared and self._sequence is not None and shared[-1] in self._sequence.stop_ids:
             shared = shared[:-1]
             changes.setdefault("min_tokens", len(shared) + 1)
-        more = self.params.max_tokens if max_tokens is None else max_tokens
+        more = self.params.max_tokens if max_tokens is None else SamplingParams(max_tokens=max_tokens).max_tokens
         params = self.params.replace(**{**changes, "max_tokens": len(shared) + more})
         return self._live_engine()._start(self.prompt, self._prompt_ids, params, shared)
 
     def _shared(self, at: int) -> list[int]:
         token_ids = self._output.token_ids
-        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(token_ids):
+        if whole_number(at) is None or not 0 <= at <= len(token_ids):
             raise InvalidRequestError("at", at, f"give the index of a generated token, 0 to {len(token_ids)} so far")
         if self._prompt_ids is None:
             raise InvalidRequestError("at", at, "the prompt is still being tokenized; await the first token before")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from interactive_infer.core.detokenizer import Detokenizer, TokenTexts
@@ -37,8 +38,10 @@ class Prompts:
         """The prompts that were given, and whether they were given as a list."""
         if isinstance(prompt, str):
             return [prompt], False
-        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
-            raise InvalidRequestError("prompt", prompt, "give text, a list of token ids, or a list of those")
+        if isinstance(prompt, bytes | Mapping | Set) or not hasattr(prompt, "__iter__"):
+            raise InvalidRequestError(
+                "prompt", prompt, "give text, a list of token ids, or a list of those (for messages there is chat())"
+            )
         items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if not items:
             raise InvalidRequestError("prompt", prompt, "is empty; give some text, or token ids")
@@ -65,7 +68,13 @@ class Prompts:
         self.check_length(prompt, ids, "prompt")
         return None, ids
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, argument: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                argument, text, f"holds half a character at {error.start} (a lone surrogate), which no text has"
+            ) from None
         if self._tokenizer is None:
             raise InvalidRequestError("prompt", text, f"{self._problem}; give token ids, or load with tokenizer=")
         # The batch call releases the GIL, the single one does not.
@@ -106,12 +115,12 @@ class Prompts:
         """Token ids that a branch puts in: `token` as an id, or as text; none for None."""
         if token is None:
             return []
-        if isinstance(token, int) and not isinstance(token, bool):
-            self._check_id("token", token)
-            return [token]
+        if (token_id := whole_number(token)) is not None:
+            self._check_id("token", token_id)
+            return [token_id]
         if not isinstance(token, str) or not token:
             raise InvalidRequestError("token", token, "give a token id or some text")
-        return self.tokenize(token, add_special_tokens=False)
+        return self.tokenize(token, "token", add_special_tokens=False)
 
     def _check_id(self, argument: str, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:
@@ -121,4 +130,11 @@ class Prompts:
 
 
 def _are_ids(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+    return all(whole_number(item) is not None for item in items)
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int if it is a whole number (Python's or NumPy's, and not a bool), else None."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)

@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from interactive_infer.core.attention.interface import in_step
 from interactive_infer.core.flight import Flight, FlightQueue
 from interactive_infer.core.scheduler import Scheduler
-from interactive_infer.errors import WrongLoopError
+from interactive_infer.errors import ReentrantStepError, WrongLoopError
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.timeline.recorder import Phase, Recorder
 
@@ -77,7 +78,12 @@ class StepLoop:
     def hold(self, generation: Generation) -> None:
         """Somebody reads or displays it: it lives until it ends."""
         if generation.number in self._unfinished:
+            generation._was_held = True
             self._held[generation.number] = generation
+
+    def rest(self, generation: Generation) -> None:
+        """It is paused: unless something else refers to it nobody can resume it, and it goes."""
+        self._held.pop(generation.number, None)
 
     def release(self, number: int) -> None:
         """It has ended: engine and generation let go of each other."""
@@ -197,6 +203,11 @@ class StepLoop:
 
         `interrupted()` true between two steps: they are cancelled, and the caller raises.
         """
+        if in_step():
+            raise ReentrantStepError(
+                "a forward hook asked for a whole generation from inside a step: the step would wait for itself; use "
+                "generate() there, which returns at once"
+            )
         elsewhere = self.loop is not None and self.loop.is_running() and threading.get_ident() != self._thread_id
         for generation in generations:
             while generation.finish_reason is None:

@@ -14,6 +14,7 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +118,12 @@ class TestReading:
         done, pending = await asyncio.wait(futures)
         assert not pending
         assert sorted(len(future.result().token_ids) for future in done) == [3, 5]
+
+    async def test_logprobs_0_gives_the_chosen_token_alone(self, engine):
+        beside = ask(engine)
+        done = await ask(engine, logprobs=0, max_tokens=3)
+        assert all(token.logprob is not None and token.alternatives == () for token in done.tokens)
+        assert (await beside).finish_reason == "length"
 
     async def test_logprobs_are_those_of_the_model(self, engine):
         done = await ask(engine, logprobs=3, max_tokens=4)
@@ -293,6 +300,30 @@ class TestReferences:
         assert [e() is not None for e in engines] == [False, False, True]
         await engine.close()
 
+    async def test_paused_and_unreferenced_is_cancelled(self, engine):
+        gen = ask(engine, max_tokens=900)
+        async for _ in gen:
+            break
+        gen.pause()
+        output = gen._output
+        del gen
+        await settled(engine)
+        gc.collect()
+        await asyncio.sleep(0.05)
+        assert output.finish_reason == "cancelled"
+
+    async def test_paused_read_and_resumed_is_held_again(self, engine):
+        gen = ask(engine, max_tokens=60)
+        async for _ in gen:
+            break
+        gen.pause()
+        gen.resume()
+        output = gen._output
+        del gen
+        gc.collect()
+        await settled(engine)
+        assert output.finish_reason == "length"
+
     async def test_an_unfinished_generation_keeps_its_engine(self):
         gen = ask(await load(), max_tokens=100)
         await asyncio.sleep(0)
@@ -449,6 +480,21 @@ class TestFailures:
         await gen
         assert caught
 
+    async def test_a_whole_generation_inside_a_forward_hook_raises(self, engine):
+        caught = []
+
+        def hook(module, args):
+            if not caught:
+                try:
+                    engine.generate_sync(PROMPT, max_tokens=2)
+                except ReentrantStepError as error:
+                    caught.append(error)
+
+        handle = engine.model.register_forward_pre_hook(hook)
+        assert (await ask(engine)).finish_reason == "length"
+        handle.remove()
+        assert caught
+
     async def test_nan_logits_fail_that_text_alone(self, engine):
         poison = 77
         embedding = engine.model.get_input_embeddings()
@@ -476,6 +522,9 @@ class TestBadInput:
             ([1.5], {}, "prompt"),
             ([-1], {}, "prompt"),
             ([10**6], {}, "prompt"),
+            ({"role": "user"}, {}, "prompt"),
+            ({5, 6}, {}, "prompt"),
+            (PROMPT, {"n": 10**6}, "n"),
             (PROMPT, {"temperature": float("nan")}, "temperature"),
             (PROMPT, {"temperature": -1}, "temperature"),
             (PROMPT, {"top_p": 0}, "top_p"),
@@ -513,7 +562,14 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         "options",
-        [{"page_size": 0}, {"kv_cache_tokens": -5}, {"steps_in_flight": 0}, {"waiting": "never"}],
+        [
+            {"page_size": 0},
+            {"page_size": 10**9},
+            {"kv_cache_tokens": -5},
+            {"max_batch_size": 10**9},
+            {"steps_in_flight": 0},
+            {"waiting": "never"},
+        ],
     )
     async def test_options(self, options):
         with pytest.raises(InvalidRequestError, match=next(iter(options))):
@@ -574,6 +630,21 @@ class TestText:
     async def test_empty_text(self, engine):
         with pytest.raises(InvalidRequestError, match="prompt"):
             engine.generate("")
+
+    async def test_half_a_character(self, engine):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            engine.generate(["a", "\ud800"])
+        gen = ask(engine, "hello")
+        await gen
+        with pytest.raises(InvalidRequestError, match="token"):
+            gen.branch(at=1, token="\ud800")
+        with pytest.raises(InvalidRequestError, match="max_tokens=0"):
+            gen.continue_(0)
+
+    async def test_numpy_integers_are_token_ids(self, engine):
+        gen = engine.generate([np.int64(5), np.int64(6)], temperature=0, max_tokens=5, ignore_eos=True)
+        await gen
+        assert (await gen.branch(np.int64(2), token=np.int64(9))).token_ids[2] == 9
 
     async def test_chat_messages_are_checked(self, engine):
         with pytest.raises(InvalidRequestError, match="messages"):

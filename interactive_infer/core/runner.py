@@ -308,8 +308,10 @@ def _logprobs(sampled: Sampled, rows: list[int]) -> dict[int, tuple[float, int, 
     if sampled.logprobs is None or sampled.ranks is None:
         return {}
     chosen, ranks = sampled.logprobs.tolist(), sampled.ranks.tolist()
-    assert sampled.alternative_ids is not None and sampled.alternative_logprobs is not None
-    ids, values = sampled.alternative_ids.tolist(), sampled.alternative_logprobs.tolist()
+    ids: list[list[int]] = [[]] * len(rows)
+    values: list[list[float]] = [[]] * len(rows)
+    if sampled.alternative_ids is not None and sampled.alternative_logprobs is not None:
+        ids, values = sampled.alternative_ids.tolist(), sampled.alternative_logprobs.tolist()
     return {row: (chosen[i], ranks[i], ids[i], values[i]) for i, row in enumerate(rows) if ranks[i]}
 
 
