@@ -1,7 +1,7 @@
 """bfloat16 linear layers on a CPU, with their weights laid out once as oneDNN's kernels want them.
 
 `torch.nn.functional.linear` hands oneDNN a plain weight, which it lays out anew at every call: at one token a step that
-takes longer than the product. Packed once, a step of one token takes two thirds of the time (docs/performance.md).
+takes longer than the product.
 torch's own inductor freezes weights with the same two operators.
 """
 
