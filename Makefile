@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with python3 (3.11 or newer): `make demo`, `make test`.
 # A stamp in the virtual environment records what is installed, so a second run installs nothing.
 .DELETE_ON_ERROR:
-.PHONY: demo lab test lint bench ipykernel6 clean
+.PHONY: demo lab test lint bench ipykernel6 chromium clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,9 +16,9 @@ demo: $(VENV)/.have-demo $(VENV)/.have-model
 	$(BIN)/interactive-infer demo
 
 lab: $(VENV)/.have-lab $(VENV)/.have-model
-	$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
+	$(BIN)/jupyter lab $(ARGS) notebooks/01_quickstart.ipynb
 
-test: $(VENV)/.have-test $(VENV)/.have-model ipykernel6
+test: $(VENV)/.have-test $(VENV)/.have-model ipykernel6 chromium
 	PYTHONASYNCIODEBUG=1 $(BIN)/python -W error -m pytest --no-unexpected-skips $(ARGS)
 
 lint: $(VENV)/.have-dev
@@ -27,9 +27,19 @@ lint: $(VENV)/.have-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.have-demo $(VENV)/.have-model
-	$(BIN)/interactive-infer bench
+	$(BIN)/interactive-infer bench $(ARGS)
 
 ipykernel6: $(VENV6)/.have-ipykernel6
+
+# For tests/browser: what is there; else Debian's, where apt may install it; else Playwright's own, into the user's cache.
+# Where none can be had the tests say so themselves.
+chromium: $(VENV)/.have-test
+	@$(BIN)/python tests/browser/chromium.py || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium > /dev/null; \
+	else \
+		$(BIN)/python -m playwright install chromium; \
+	fi || echo "tests/browser will not run"
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -135,7 +135,8 @@ async def measure(dtype: str, counts: list[int], new_tokens: int, turns: int, cl
                     if name != "generate_batch":
                         raise
                     problems[name] = f"{type(error).__name__}: {error}"
-                print(f"{dtype:9} {count:3} {name:28} {rates[name][-1:] or problems[name]}", flush=True)
+                outcome = problems[name] if name in problems else f"{rates[name][-1]:.1f} tokens/s"
+                print(f"{dtype}, {count} generations, {name}: {outcome}", flush=True)
         entries += [
             {"dtype": dtype, "count": count, "way": name, "rates": rates[name], "problem": problems.get(name)}
             for name in names
@@ -198,7 +199,7 @@ def main() -> None:
     if args.alone:
         print(json.dumps(asyncio.run(run_alone(args.alone, args.dtype[0], args.counts[0], args.new_tokens))))
         return
-    if not args.cpu_time:
+    if not args.cpu_time and not args.quick:
         wait_until_idle()
     entries = [
         entry

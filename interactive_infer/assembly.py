@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import attach
+from interactive_infer.core.decoder import FusedDecoder, Layout, fuse
 from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import KVCache
@@ -16,21 +21,51 @@ from interactive_infer.core.loader import LoadedModel, load_model
 from interactive_infer.core.packing import pack_linears
 from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
 from interactive_infer.core.rope import fix_rope
-from interactive_infer.core.runner import LayerShape, Runner
+from interactive_infer.core.runner import Runner
 from interactive_infer.core.scheduler import Scheduler
-from interactive_infer.errors import InvalidRequestError
+from interactive_infer.core.step import LayerShape, StepRunner
+from interactive_infer.errors import InvalidRequestError, UnsupportedModelError
 from interactive_infer.info import EngineInfo
+from interactive_infer.options import EngineOptions
 from interactive_infer.prompts import Prompts
 from interactive_infer.timeline import Timeline
 
-_DEFAULT_CACHE_BYTES = 1 << 30
-_DEFAULT_CACHE_TOKENS = 32_768
+if TYPE_CHECKING:
+    from interactive_infer.core.cuda import CUDADevice
+
+_CPU_CACHE_BYTES = 1 << 30
+_CPU_CACHE_TOKENS = 32_768
+_CUDA_CACHE_SHARE = 0.3
+"""Of the memory that is free once the model is there, what the KV cache takes: the rest is the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What options are where the caller says nothing, by kind of device."""
+
+    page_size: int
+    max_batch_size: int
+    max_step_tokens: int
+
+
+_DEFAULTS = {"cpu": _Defaults(16, 64, 256), "cuda": _Defaults(64, 256, 2048)}
+
+
+_live: weakref.WeakSet[Parts] = weakref.WeakSet()
+"""Of this process: who may hold the memory that somebody else lacks."""
 
 
 class Parts:
     """A model made ready, and what runs it. `close` undoes all of it."""
 
-    def __init__(self, loaded: LoadedModel, *, options: dict[str, Any], undo: list[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        options: EngineOptions,
+        undo: list[Callable[[], None]],
+        progress: Callable[[str, float], None],
+    ) -> None:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.name = loaded.name
@@ -40,10 +75,12 @@ class Parts:
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         layers, shapes = find_layers(self.model)
-        self.page_size: int = options["page_size"]
+        kind = _kind_of_device(self.model)
+        defaults = _DEFAULTS[kind]
+        self.page_size: int = options.page_size or defaults.page_size
         # Models without a limit of their own (None) are limited by the cache alone.
         context = getattr(config, "max_position_embeddings", None)
-        tokens = options["kv_cache_tokens"] or _default_tokens(shapes, self.model.dtype)
+        tokens = options.kv_cache_tokens or _default_tokens(shapes, self.model)
         num_pages = max(tokens // self.page_size, 1)
         self.kv_cache_tokens = num_pages * self.page_size
         self.context_length: int = context or self.kv_cache_tokens
@@ -57,31 +94,96 @@ class Parts:
             f"{self.kv_cache_tokens:,}",
         )
         self._undo.append(fix_rope(self.model, self.max_length))
-        self.max_batch_size: int = options["max_batch_size"] or 64
-        self.max_step_tokens: int = options["max_step_tokens"] or 256
-        self.steps_in_flight: int = options["steps_in_flight"]
-        if self.owned:
-            self._undo.append(pack_linears(self.model))
-        self.device = CPUDevice()
-        self._undo.append(self.device.close)
-        self.runner = Runner(
-            self.model,
-            layers,
-            shapes,
-            self.device,
-            num_pages=max(num_pages, pages_for_check(self.page_size)),
-            page_size=self.page_size,
-            max_batch_size=self.max_batch_size,
-            vocab_size=self.vocab_size,
+        self.max_batch_size: int = options.max_batch_size or defaults.max_batch_size
+        self.max_step_tokens: int = options.max_step_tokens or defaults.max_step_tokens
+        self.steps_in_flight: int = options.steps_in_flight
+        prepare: Callable[[Callable[[float], None]], None] | None
+        self.device, self.runner, prepare = self._on_device(
+            layers, shapes, max(num_pages, pages_for_check(self.page_size))
         )
-        self.parity_error = check_parity(self.model, self.runner, self.page_size, self.vocab_size)
-        self.timeline = Timeline(device="CPU device")
+        self.parity_error = self._check()
+        if prepare is not None:
+            prepare(lambda done: progress("capturing", done))
+        self.timeline = Timeline(device="CPU device" if kind == "cpu" else "GPU")
         self._undo.append(self.timeline.recorder.watch_gc().close)
         self.cache = KVCache(num_pages, self.page_size)
         self.scheduler = Scheduler(self.cache, max_batch_size=self.max_batch_size, max_step_tokens=self.max_step_tokens)
         self.flights = FlightQueue(
             self.scheduler, self.runner, self.timeline.recorder, max_in_flight=self.steps_in_flight
         )
+
+    def _on_device(
+        self, layers: dict[nn.Module, int], shapes: list[LayerShape], num_pages: int
+    ) -> tuple[CPUDevice | CUDADevice, StepRunner, Callable[[Callable[[float], None]], None] | None]:
+        """The device, the runner that suits it, and what that has to do before the first step, if anything."""
+        place = self.model.device
+        device: CPUDevice | CUDADevice
+        if _kind_of_device(self.model) == "cpu":
+            decoder = self._fused(layers, "packed" if self.owned else "as they are")
+            if isinstance(decoder, str) and self.owned:
+                self._undo.append(pack_linears(self.model))
+            device = CPUDevice()
+        else:
+            from interactive_infer.core.cuda import CUDADevice, missing_for_kernels
+
+            device = CUDADevice(place)
+            missing = missing_for_kernels(place)
+            if missing is None:
+                from interactive_infer.core.graph_runner import GraphRunner
+
+                decoder = self._fused(layers, "joined")
+                self._undo.append(device.close)
+                runner = GraphRunner(
+                    self.model,
+                    layers,
+                    shapes,
+                    device,
+                    decoder,
+                    num_pages=num_pages,
+                    page_size=self.page_size,
+                    max_length=self.max_length,
+                    max_batch_size=self.max_batch_size,
+                    max_step_tokens=self.max_step_tokens,
+                    vocab_size=self.vocab_size,
+                    steps_in_flight=self.steps_in_flight,
+                )
+                return device, runner, runner.capture_all
+            warnings.warn(
+                f"{missing}: attention gathers pages and steps are launched one kernel at a time, which is several "
+                "times slower than this card could be",
+                stacklevel=2,
+            )
+            decoder = self._fused(layers, "joined")
+        self._undo.append(device.close)
+        gathering = Runner(
+            self.model,
+            layers,
+            shapes,
+            device,
+            decoder,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            max_batch_size=self.max_batch_size,
+            vocab_size=self.vocab_size,
+        )
+        return device, gathering, None
+
+    def _fused(self, attentions: dict[nn.Module, int], layout: Layout) -> FusedDecoder | str:
+        """The model's fused forward, or why it has none."""
+        decoder = fuse(self.model, attentions, max_length=self.max_length, layout=layout)
+        if isinstance(decoder, FusedDecoder):
+            self._undo.append(decoder.undo)
+        return decoder
+
+    def _check(self) -> float:
+        """The check at load time; where the fused forward fails it, the model's own has another try."""
+        try:
+            return check_parity(self.model, self.runner, self.page_size, self.vocab_size)
+        except UnsupportedModelError as error:
+            if isinstance(self.runner.decoder, str):
+                raise
+            self.runner.decoder = f"fused, {error}"
+            return check_parity(self.model, self.runner, self.page_size, self.vocab_size)
 
     @property
     def weights_bytes(self) -> int:
@@ -94,7 +196,9 @@ class Parts:
             model_type=self.model.config.model_type,
             device=str(self.device.torch_device),
             dtype=str(self.model.dtype).removeprefix("torch."),
-            attention="pages gathered, scaled_dot_product_attention",
+            attention=self.runner.attention,
+            layers=self.runner.layers(),
+            launches=self.runner.launches(),
             weights_bytes=self.weights_bytes,
             kv_cache_tokens=self.kv_cache_tokens,
             kv_cache_bytes=self.runner.cache_bytes,
@@ -117,8 +221,13 @@ class Parts:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+        place = self.device.torch_device
         self.runner.close()
         del self.model
+        _live.discard(self)
+        if place.type == "cuda" and not self.device.lost:
+            torch.cuda.synchronize(place)
+            torch.cuda.empty_cache()
         return freed
 
 
@@ -129,25 +238,41 @@ def assemble(
     device: Any,
     dtype: Any,
     progress: Callable[[str, float], None],
-    **options: Any,
+    options: EngineOptions,
 ) -> Parts:
     """Load `source` and put an engine's parts together; runs on a worker thread."""
     loaded = load_model(source, tokenizer=tokenizer, device=device, dtype=dtype, progress=progress)
-    if loaded.model.device.type != "cpu":
-        raise InvalidRequestError("device", str(loaded.model.device), 'only "cpu" can run for now')
     progress("checking", 0.0)
     undo: list[Callable[[], None]] = [_in_eval_mode(loaded.model), attach(loaded.model)]
     try:
-        parts = Parts(loaded, options=options, undo=undo)
+        parts = Parts(loaded, options=options, undo=undo, progress=progress)
     except BaseException as error:
         for step in reversed(undo):
             step()
-        if isinstance(error, MemoryError):
-            tokens = options["kv_cache_tokens"]
-            raise InvalidRequestError("kv_cache_tokens", tokens, f"does not fit into memory: {error}") from error
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            raise _too_large(options.kv_cache_tokens, loaded.model, error) from error
         raise
+    _live.add(parts)
     progress("checking", 1.0)
     return parts
+
+
+def _too_large(tokens: int | None, model: PreTrainedModel, error: BaseException) -> InvalidRequestError:
+    """What is said when there is no room for the engine: the numbers, who has the memory, what to change."""
+    place, why = model.device, str(error).split(". ")[0]
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(place)
+        why = f"{place} has {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB ({why})"
+    others = [
+        f"{parts.name} ({(parts.weights_bytes + parts.runner.cache_bytes) / 2**30:.1f} GiB)"
+        for parts in list(_live)
+        if parts.device.torch_device == place
+    ]
+    holders = f"; other engines here: {', '.join(others)}, close those you do not need" if others else ""
+    return InvalidRequestError(
+        "kv_cache_tokens", tokens, f"does not fit into memory: {why}{holders}; or give a smaller one"
+    )
 
 
 def _in_eval_mode(model: PreTrainedModel) -> Callable[[], None]:
@@ -162,7 +287,14 @@ def _in_eval_mode(model: PreTrainedModel) -> Callable[[], None]:
     return undo
 
 
-def _default_tokens(shapes: list[LayerShape], dtype: torch.dtype) -> int:
-    """Tokens of the default KV cache: 32,768, or what fits in 1 GiB if that is less."""
-    per_token = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes) * dtype.itemsize
-    return min(_DEFAULT_CACHE_TOKENS, _DEFAULT_CACHE_BYTES // per_token)
+def _kind_of_device(model: PreTrainedModel) -> str:
+    return model.device.type
+
+
+def _default_tokens(shapes: list[LayerShape], model: PreTrainedModel) -> int:
+    """Tokens of the default KV cache. On a CPU 32,768, or what fits in 1 GiB if that is less; on a card what fits in
+    three tenths of the memory that is free now."""
+    per_token = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes) * model.dtype.itemsize
+    if _kind_of_device(model) == "cpu":
+        return min(_CPU_CACHE_TOKENS, _CPU_CACHE_BYTES // per_token)
+    return int(torch.cuda.mem_get_info(model.device)[0] * _CUDA_CACHE_SHARE) // per_token

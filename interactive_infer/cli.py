@@ -1,14 +1,16 @@
-"""interactive-infer demo | doctor | bench: the main job, what this machine has, and the measurements."""
+"""interactive-infer demo | doctor | bench: the quickstart notebook, what this machine has, and the measurements."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import math
 import os
 import platform
+import queue
 import subprocess
 import sys
 import time
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _NOTEBOOK = Path("notebooks", "01_quickstart.ipynb")
-_BENCHMARKS = ("loop_lag.py", "throughput.py")
+# With about how many minutes each takes on two CPU cores: quick, and in full.
+_BENCHMARKS = {"loop_lag.py": (1, 2), "throughput.py": (1, 10)}
+_QUICK = ["--quick", "--counts", "1", "8"]
 _VERSIONS = (
     "torch",
     "transformers",
@@ -45,12 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="execute the quickstart notebook and print its streams")
     demo.add_argument("--output", type=Path, default=Path("build"), help="folder for what it leaves (build/)")
     commands.add_parser("doctor", help="print versions, devices, the default model and the kernels")
-    commands.add_parser("bench", help="run the benchmarks")
+    bench = commands.add_parser("bench", help="run loop lag and throughput, in short: about 2 minutes")
+    bench.add_argument("--full", action="store_true", help="more tokens, and 32 generations: about 12 minutes")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "demo":
             return _demo(chosen.output)
-        return _doctor() if chosen.command == "doctor" else _bench()
+        return _doctor() if chosen.command == "doctor" else _bench(chosen.full)
     except KeyboardInterrupt:
         return 130
 
@@ -70,7 +75,7 @@ def _in_checkout(place: Path) -> Path:
 def _demo(folder: Path) -> int:
     notebook_path = _in_checkout(_NOTEBOOK)
     if absent := [name for name in ("nbclient", "nbconvert", "ipykernel") if importlib.util.find_spec(name) is None]:
-        raise SystemExit(f'{", ".join(absent)} not installed. Run: pip install "interactive-infer[demo]"')
+        raise SystemExit(f'{", ".join(absent)} not installed. Run: {sys.executable} -m pip install "{_CHECKOUT}[demo]"')
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
@@ -115,25 +120,32 @@ async def _execute(notebook: NotebookNode) -> None:
         spec.joinpath("kernel.json").write_text(
             json.dumps({"argv": command, "display_name": "Python 3", "language": "python"})
         )
+        # Sockets in a folder of our own, where there are such: over TCP the kernel warns that others could listen.
+        sockets = {} if sys.platform == "win32" else {"transport": "ipc", "ip": str(Path(place, "kernel"))}
         manager = AsyncKernelManager(
-            kernel_name="demo", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)])
+            kernel_name="demo", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)]), **sockets
         )
         client = Client(notebook, km=manager, timeout=600, store_widget_state=False)
         printer = _StreamPrinter()
         listening: list[asyncio.Task[None]] = []
 
-        async def listen() -> None:
-            # nbclient hears a cell's messages only while that cell runs; a text goes on after its cell.
-            ear = manager.client()
-            ear.start_channels(shell=False, stdin=False, hb=False, control=False)
+        # nbclient hears a cell's messages only while that cell runs; a text goes on after its cell.
+        async def listen(ear: Any) -> None:
             try:
                 while True:
                     printer.hear(await ear.iopub_channel.get_msg())
             finally:
                 ear.stop_channels()
 
-        def start(**_: Any) -> None:
-            listening.append(asyncio.create_task(listen()))
+        async def start(notebook: NotebookNode) -> None:
+            ear = manager.client()
+            ear.start_channels(shell=False, stdin=False, hb=False, control=False)
+            for _ in range(50):  # until it hears something: its subscription takes a moment to arrive
+                client.kc.kernel_info()
+                with contextlib.suppress(queue.Empty):
+                    await ear.iopub_channel.get_msg(timeout=0.2)
+                    break
+            listening.append(asyncio.create_task(listen(ear)))
 
         client.on_notebook_start = start
         client.on_cell_start = lambda cell, **_: printer.cell(cell)
@@ -262,6 +274,9 @@ def _write(notebook: NotebookNode, folder: Path, name: str) -> list[Path]:
     import nbformat
     from nbconvert import HTMLExporter
 
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
     executed, page, picture = folder / f"{name}.ipynb", folder / f"{name}.html", folder / "timeline.png"
     nbformat.write(notebook, executed)
     page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
@@ -276,6 +291,18 @@ def _write(notebook: NotebookNode, folder: Path, name: str) -> list[Path]:
         return [executed, page]
     picture.write_bytes(base64.b64decode(images[-1]))
     return [executed, page, picture]
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Neighbouring pieces of one stream as one output, as a front end shows them; HTML sets each on its own line."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        before = joined[-1] if joined else None
+        if before is not None and before.output_type == output.output_type == "stream" and before.name == output.name:
+            before.text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 # ----------------------------------------------------------------------------------------------------- doctor
@@ -331,11 +358,12 @@ def _doctor() -> int:
 # ------------------------------------------------------------------------------------------------------ bench
 
 
-def _bench() -> int:
+def _bench(full: bool) -> int:
     status = 0
-    for name in _BENCHMARKS:
+    for name, minutes in _BENCHMARKS.items():
         path = _in_checkout(Path("benchmarks", name))
-        print(f"--- {name}", flush=True)
-        done = subprocess.run([sys.executable, str(path)], env={**os.environ, "PYTHONPATH": _python_path()})
+        print(f"--- {name}: about {minutes[full]} min on two idle CPU cores", flush=True)
+        command = [sys.executable, str(path), *([] if full else _QUICK)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": _python_path()})
         status = status or done.returncode
     return status

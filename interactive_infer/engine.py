@@ -10,29 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from interactive_infer.core.output import FinishReason, Output
-from interactive_infer.core.sampler import penalized
-from interactive_infer.core.sequence import Sequence
-from interactive_infer.errors import (
-    EngineClosedError,
-    InferError,
-    InvalidRequestError,
-    PromptTooLongError,
-)
+from interactive_infer.core.output import Output
+from interactive_infer.errors import EngineClosedError, InferError, InvalidRequestError, PromptTooLongError, twin
 from interactive_infer.generation import Generation, GenerationGroup
 from interactive_infer.info import EngineInfo
 from interactive_infer.interrupts import deferred_interrupts
+from interactive_infer.ledger import Ledger
+from interactive_infer.options import EngineOptions, Waiting
 from interactive_infer.progress import ProgressBar
-from interactive_infer.prompts import Prompt, whole_number
+from interactive_infer.prompts import SHORT_TEXT, Prompt
 from interactive_infer.sampling import SamplingParams
-from interactive_infer.step_loop import StepLoop, Waiting
+from interactive_infer.step_loop import StepLoop
 from interactive_infer.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -41,15 +38,20 @@ if TYPE_CHECKING:
 
     from interactive_infer.assembly import Parts
 
+_TEXTS_A_BATCH = 64  # of those that a thread tokenizes: the first are queued before the last are known
+_PATIENCE_S = 0.05
+
 
 class Engine:
     """A model that continues texts, as tasks on the event loop of whoever uses it. Make one with `Engine.load`.
 
-    An engine binds to the running loop at its first asynchronous use; it binds again once that loop is closed or
-    nothing is unfinished, and raises WrongLoopError otherwise. An idle engine that nothing refers to is closed.
+    An engine binds to the running loop at its first asynchronous use. Awaiting or iterating on another moves it there,
+    unless its own still runs and unfinished generations are read or displayed on it: then WrongLoopError is raised.
+    `generate`, `chat` and what steers a generation may be called from any thread, on whatever loop or none. An idle
+    engine that nothing refers to is closed.
     """
 
-    def __init__(self, parts: Parts, *, waiting: Waiting) -> None:
+    def __init__(self, parts: Parts, options: EngineOptions) -> None:
         self.model: PreTrainedModel = parts.model
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
         self.name: str = parts.name
@@ -58,12 +60,23 @@ class Engine:
         """Longest text, prompt and continuation together, in tokens."""
         self.timeline: Timeline = parts.timeline
         self.closed = False
+        """Whether `close` is done. From its call on nothing new is taken."""
+        self._closing = False
         self._parts = parts
         self._prompts = parts.prompts
-        self._waiting = waiting
-        self._count = 0
+        self._options = options
+        self._numbers = itertools.count(1)
+        self._ledger = Ledger(
+            parts.scheduler, parts.flights, eos_token_ids=parts.eos_token_ids, max_length=parts.max_length
+        )
         self._steps = StepLoop(
-            self, parts.scheduler, parts.flights, parts.timeline.recorder, waiting=waiting, name=parts.name
+            self,
+            parts.scheduler,
+            parts.flights,
+            self._ledger,
+            parts.timeline.recorder,
+            waiting=options.waiting,
+            name=parts.name,
         )
 
     # -- loading and closing -----------------------------------------------------------------------------------
@@ -77,7 +90,7 @@ class Engine:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         kv_cache_tokens: int | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_batch_size: int | None = None,
         max_step_tokens: int | None = None,
         waiting: Waiting = "thread",
@@ -89,24 +102,31 @@ class Engine:
 
         `model`: None for the default (SmolLM2-135M-Instruct), a Hub id, a folder, a `.gguf` file, or a transformers
         model object, which is used in place without a copy and stays usable by its owner.
-        `kv_cache_tokens`: capacity of the KV cache (default: enough for a few long texts, at most 1 GiB; see `info`).
-        `page_size`: tokens a page. `max_batch_size`: sequences a step; `max_step_tokens`: tokens a step, prefill
-        included. `waiting`: how the loop waits for the device ("spin" and "block" are for study: they hold it).
+        `kv_cache_tokens`: capacity of the KV cache (default: on a CPU enough for a few long texts, at most 1 GiB; on a
+        card three tenths of the memory that is free once the model is there; see `info`). `page_size`: tokens a page
+        (default 16, on a card 64). `max_batch_size`: sequences a step (64; 256); `max_step_tokens`: tokens a step,
+        prefill included (256; 2,048). `waiting`: how the loop waits for the device ("spin" and "block" are for study:
+        they hold it).
         `freeze_gc`: on the first load of the process, move everything alive out of the garbage collector's sight
         (`gc.freeze`): a full collection over torch and transformers would stall every thread for about 160 ms.
 
         Raises InvalidRequestError, ModelNotFoundError, ModelLoadError or UnsupportedModelError.
         """
-        options = _options(kv_cache_tokens, page_size, max_batch_size, max_step_tokens, waiting, steps_in_flight)
+        options = EngineOptions(
+            kv_cache_tokens=kv_cache_tokens,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_step_tokens,
+            waiting=waiting,
+            steps_in_flight=steps_in_flight,
+        )
         loop = asyncio.get_running_loop()
         with ProgressBar(progress) as bar:
 
             def report(stage: str, done: float) -> None:
                 loop.call_soon_threadsafe(bar.update, stage, done)
 
-            engine = await asyncio.to_thread(cls._load, model, tokenizer, device, dtype, options, report, waiting)
-        if freeze_gc:
-            _freeze_gc()
+            engine = await asyncio.to_thread(cls._load, model, tokenizer, device, dtype, options, report, freeze_gc)
         engine._steps.bind()
         return engine
 
@@ -119,7 +139,7 @@ class Engine:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         kv_cache_tokens: int | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_batch_size: int | None = None,
         max_step_tokens: int | None = None,
         waiting: Waiting = "thread",
@@ -128,12 +148,16 @@ class Engine:
         freeze_gc: bool = True,
     ) -> Engine:
         """`load` for a script or a synchronous cell."""
-        options = _options(kv_cache_tokens, page_size, max_batch_size, max_step_tokens, waiting, steps_in_flight)
+        options = EngineOptions(
+            kv_cache_tokens=kv_cache_tokens,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_step_tokens,
+            waiting=waiting,
+            steps_in_flight=steps_in_flight,
+        )
         with ProgressBar(progress) as bar:
-            engine = cls._load(model, tokenizer, device, dtype, options, bar.update, waiting)
-        if freeze_gc:
-            _freeze_gc()
-        return engine
+            return cls._load(model, tokenizer, device, dtype, options, bar.update, freeze_gc)
 
     @classmethod
     def _load(
@@ -142,9 +166,9 @@ class Engine:
         tokenizer: Any,
         device: Any,
         dtype: Any,
-        options: dict[str, Any],
+        options: EngineOptions,
         report: Callable[[str, float], None],
-        waiting: Waiting,
+        freeze_gc: bool,
     ) -> Engine:
         from interactive_infer.assembly import assemble
 
@@ -152,53 +176,68 @@ class Engine:
             with contextlib.suppress(ImportError):
                 import interactive_infer.notebook.widgets.token_view  # noqa: F401
 
-        parts = assemble(model, tokenizer=tokenizer, device=device, dtype=dtype, progress=report, **options)
-        return cls(parts, waiting=waiting)
+        parts = assemble(model, tokenizer=tokenizer, device=device, dtype=dtype, progress=report, options=options)
+        if freeze_gc and gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+        return cls(parts, options)
 
     async def close(self) -> int:
         """Cancel what is unfinished, wait for the device, free everything; returns the bytes given back.
 
-        Weights count only if this engine loaded them. Closed already: 0.
+        Weights count only if this engine loaded them. Closed already: 0. Interrupted, it is taken up where it was by
+        the next call; several at once all return when the engine is closed, one of them with the bytes.
         """
         if self.closed:
             return 0
         self._steps.bind()
-        self._end_all()
+        freed: list[int] = []
+        while not self._steps.turn(self._begin_to_close):
+            await asyncio.sleep(0.001)
         while (flight := self._parts.flights.oldest) is not None:
-            await asyncio.to_thread(flight.completion.wait)
+            with contextlib.suppress(Exception):  # how it ended is the commit's business
+                await flight.completion
             self._steps.settle(flight)
-        return self._shut_down()
+        while not self._steps.turn(partial(self._shut_down, freed)):
+            await asyncio.sleep(0.001)
+        return sum(freed)
 
     def close_sync(self) -> int:
-        """`close` for a script or a synchronous cell."""
+        """`close` for a script or a synchronous cell. Raises ReentrantStepError inside a step."""
         if self.closed:
             return 0
-        self._end_all()
+        self._steps.check_not_inside()
+        freed: list[int] = []
+        while not self._steps.turn(self._begin_to_close, patience=_PATIENCE_S):
+            pass
         while (flight := self._parts.flights.oldest) is not None:
             flight.completion.wait()
-            self._steps.settle(flight)
-        return self._shut_down()
+            self._steps.settle(flight, patience=_PATIENCE_S)
+        while not self._steps.turn(partial(self._shut_down, freed), patience=_PATIENCE_S):
+            pass
+        return sum(freed)
 
-    def _end_all(self) -> None:
-        """Cancel everything; nothing starts any more."""
-        self.closed = True
+    def _begin_to_close(self) -> None:
+        """In a turn: cancel everything; nothing starts any more."""
+        self._closing = True
         self._steps.drain()
-        for generation in self._steps.unfinished():
-            self._finish(generation, "cancelled")
         self._steps.close()
+        self._ledger.close()
 
-    def _shut_down(self) -> int:
-        self.closed = True
-        self._steps.close()
-        freed = self._parts.close()
-        if self._parts.owned:
-            del self.model
-        return freed
+    def _shut_down(self, freed: list[int]) -> None:
+        """In a turn, once nothing is in flight."""
+        if not self.closed:
+            self.closed = True
+            freed.append(self._parts.close())
+            if self._parts.owned:
+                del self.model
 
     def __del__(self) -> None:
-        # An unfinished generation or a step in flight would refer to it, so there is neither.
+        # Nobody is in a turn, which would refer to it, and nothing is in flight but what a loop left that was closed.
+        # What is unfinished nobody refers to either.
         if not getattr(self, "closed", True):
-            self._shut_down()
+            self._begin_to_close()
+            self._shut_down([])
 
     async def __aenter__(self) -> Engine:
         return self
@@ -215,10 +254,10 @@ class Engine:
     # -- asking ------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str, params: SamplingParams | None = None, **sampling: Any) -> Generation: ...
+    def generate(self, prompt: str, params: None = None, *, n: Literal[1] = 1, **sampling: Any) -> Generation: ...
     @overload
     def generate(
-        self, prompt: Seq[Any], params: SamplingParams | None = None, **sampling: Any
+        self, prompt: Prompt | Seq[Prompt], params: SamplingParams | None = None, **sampling: Any
     ) -> Generation | GenerationGroup: ...
 
     def generate(
@@ -227,50 +266,70 @@ class Engine:
         """Continue a prompt (text, or token ids); returns at once.
 
         A list of prompts, or `n` above 1, gives a GenerationGroup (prompt by prompt, `n` of each). `sampling` are
-        fields of SamplingParams. May be called from any thread.
+        fields of SamplingParams. May be called from any thread. Each generation takes the caller some 20 µs.
 
         Raises InvalidRequestError (unknown or impossible parameters, an empty prompt, token ids outside the
-        vocabulary), PromptTooLongError, EngineClosedError. For text of more than 2,000 characters, what needs its
-        tokens is raised at the first reader instead.
+        vocabulary), PromptTooLongError, EngineClosedError. Text of more than 2,000 characters in all is tokenized on a
+        thread; what needs its tokens is raised at the first reader instead.
         """
         self._check_open()
-        params = SamplingParams.make(params, **sampling)
-        params.validate_for(self.vocab_size)
+        params = self._params(params, sampling)
         prompts, many = self._prompts.split(prompt)
-        prepared = [self._prompts.prepare(one) for one in prompts]  # all are checked before any is queued
-        generations = []
-        for text, ids in prepared:
-            generations += [self._start(text, ids, params.with_seed(sample), []) for sample in range(params.n)]
+        prepared = self._prompts.prepare(prompts)  # all are checked before any is queued
+        asked = [self._several(text, ids, params) for text, ids in prepared]
+        generations = [one for several in asked for one in several]
+        self._queue([(one, one._prompt_ids, []) for one in generations if one._prompt_ids is not None])
+        texts = [(text, asked[i]) for i, (text, ids) in enumerate(prepared) if text is not None and ids is None]
+        if texts:
+            self._on_a_thread(partial(self._tokenize, texts))
         return GenerationGroup(generations) if many or params.n > 1 else generations[0]
+
+    @overload
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], params: None = None, *, n: Literal[1] = 1, **sampling: Any
+    ) -> Generation: ...
+    @overload
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None, **sampling: Any
+    ) -> Generation | GenerationGroup: ...
 
     def chat(
         self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None, **sampling: Any
     ) -> Generation | GenerationGroup:
-        """Answer a conversation (`[{"role": "user", "content": "…"}, …]`) with the model's chat template."""
+        """Answer a conversation (`[{"role": "user", "content": "…"}, …]`) with the model's chat template.
+
+        As `generate`; a conversation of more than 2,000 characters is put into the template on a thread, and what the
+        template refuses is raised at the first reader.
+        """
         self._check_open()
-        text = self._prompts.render_chat(messages)
-        params = SamplingParams.make(params, **sampling)
-        params.validate_for(self.vocab_size)
-        ids = self._prompts.tokenize(text, "messages", add_special_tokens=False)
-        self._prompts.check_length(text, ids, "messages")
-        generations = [self._start(text, ids, params.with_seed(sample), []) for sample in range(params.n)]
+        params = self._params(params, sampling)
+        conversation = self._prompts.check_chat(messages)
+        if sum(len(str(message["content"])) for message in conversation) <= SHORT_TEXT:
+            text, ids = self._prompts.render_chat(conversation)
+            generations = self._several(text, ids, params)
+            self._queue([(generation, ids, []) for generation in generations])
+        else:
+            generations = self._several(None, None, params)
+            self._on_a_thread(partial(self._render, conversation, generations))
         return GenerationGroup(generations) if params.n > 1 else generations[0]
 
     def generate_sync(self, prompt: Any, params: SamplingParams | None = None, **sampling: Any) -> Any:
         """`generate` for a script or a synchronous cell: the Completion, or the list of them for a group.
 
         On a running loop the engine's steps are driven inline, nothing is patched, other generations move on too.
-        An interrupt cancels the generation and raises KeyboardInterrupt.
+        Called on several threads at once, they take turns; beside a loop that runs on another thread, that one drives.
+        An interrupt cancels the generation and raises KeyboardInterrupt (or what the process' own handler raises).
+        ReentrantStepError in a hook or callback that runs inside a step.
         """
-        with deferred_interrupts() as interrupted:
+        with deferred_interrupts() as interrupts:
             asked = self.generate(prompt, params, **sampling)
-            self._steps.drive_until([asked] if isinstance(asked, Generation) else list(asked), interrupted)
+            self._steps.drive_until([asked] if isinstance(asked, Generation) else asked, interrupts)
         return asked.result_sync()
 
     def info(self) -> EngineInfo:
         """What is loaded, how it runs, and how full it is."""
         self._check_open()
-        return self._parts.info(self._waiting)
+        return self._parts.info(self._options.waiting)
 
     def reset_prefix_cache(self) -> None:
         """Forget reusable pages: to be called after the model's weights were changed."""
@@ -285,141 +344,115 @@ class Engine:
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def _start(
-        self, prompt: str | None, ids: list[int] | None, params: SamplingParams, preset: list[int]
+    def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+        made = SamplingParams.make(params, **sampling)
+        made.validate_for(self.vocab_size)
+        return made
+
+    def _several(self, prompt: str | None, ids: list[int] | None, params: SamplingParams) -> list[Generation]:
+        return [self._make(prompt, ids, params.with_seed(sample)) for sample in range(params.n)]
+
+    def _make(
+        self,
+        prompt: str | None,
+        ids: list[int] | None,
+        params: SamplingParams,
+        preset: Seq[int] = (),
+        num_continued: int = 0,
     ) -> Generation:
-        """Make a generation and queue it. `ids` None: the text is long and is tokenized on a thread first."""
-        self._check_open()
-        if ids is not None and len(ids) + len(preset) >= self.max_length:
-            raise PromptTooLongError(
-                "token",
-                preset,
-                f"prompt and shared part have {len(ids) + len(preset):,} tokens, the limit is {self.max_length:,}",
-            )
-        params = params.with_seed()
-        self._count += 1
-        number = self._count
-        output = Output(self._prompts.detokenizer(ids or []), tuple(params.stop), preset, params.min_tokens)
-        generation = Generation(self, number, prompt, params, output)
-        self._steps.register(generation)
-        if ids is not None:
-            generation._prompt_ids = ids
-            self._queue(generation, number, ids, preset)
-        else:
-            assert prompt is not None
-            threading.Thread(
-                target=self._tokenize_and_queue,
-                args=(generation, number, prompt),
-                daemon=True,
-                name="interactive_infer tokenizer",
-            ).start()
+        """A generation that is owed an end. `ids` None: its prompt is tokenized on a thread first."""
+        detokenizer = self._prompts.detokenizer(ids) if ids is not None else None
+        output = Output(detokenizer, params.stop, list(preset), params.min_tokens)
+        generation = Generation(self, next(self._numbers), prompt, params, output, num_continued)
+        generation._prompt_ids = ids
+        generation._abandon = self._steps.abandon
+        self._ledger.enter(generation)
         return generation
 
-    def _queue(self, generation: Generation, number: int, ids: list[int], preset: list[int]) -> None:
-        """Give the scheduler its sequence, on whichever thread drives."""
-        params, output, stop_ids = generation.params, generation._output, self._stop_ids(generation.params)
-        sequence = Sequence(number, ids + preset, params, output, token_limit=self.max_length, stop_ids=stop_ids)
-        sequence.prompt_length = len(ids)
-        generation._sequence = sequence
-        self._steps.post(lambda: self._parts.scheduler.add(sequence) if output.finish_reason is None else None)
+    def _branch(
+        self, parent: Generation, params: SamplingParams, preset: list[int], num_continued: int = 0
+    ) -> Generation:
+        """Queue a generation whose first tokens are given."""
+        self._check_open()
+        params.validate_for(self.vocab_size)
+        ids = parent._prompt_ids
+        assert ids is not None
+        if len(preset) > params.max_tokens:
+            raise InvalidRequestError(
+                "max_tokens",
+                params.max_tokens,
+                f"the shared part and the token put in are {len(preset):,} tokens already; give a larger max_tokens=",
+            )
+        if len(ids) + len(preset) > self.max_length:
+            raise PromptTooLongError(
+                "token",
+                preset[-1],
+                f"prompt and shared part have {len(ids) + len(preset):,} tokens, the limit is {self.max_length:,}",
+            )
+        generation = self._make(parent.prompt, ids, params.with_seed(), preset, num_continued)
+        self._queue([(generation, ids, preset)])
+        return generation
 
-    def _tokenize_and_queue(self, generation: Generation, number: int, prompt: str) -> None:
+    def _queue(self, asked: list[tuple[Generation, list[int], list[int]]]) -> None:
+        """Have the scheduler given their sequences: prompt and preset tokens of each."""
+
+        def queue() -> None:
+            for generation, ids, preset in asked:
+                self._ledger.queue(generation, ids, preset)
+
+        self._steps.post(queue)
+
+    # On a thread of its own: what takes long before a prompt is token ids.
+
+    def _on_a_thread(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, daemon=True, name="interactive_infer tokenizer").start()
+
+    def _tokenize(self, texts: list[tuple[str, list[Generation]]]) -> None:
+        for batch in _batches(texts):
+            try:
+                tokenized = self._prompts.tokenize([text for text, _ in batch])
+            except Exception as error:
+                for text, generations in batch:
+                    self._refuse(generations, "prompt", text, error)
+                continue
+            for (text, generations), ids in zip(batch, tokenized, strict=True):
+                try:
+                    self._prompts.check_length(text, ids, "prompt")
+                except InferError as error:
+                    self._refuse(generations, "prompt", text, error)
+                else:
+                    self._tokenized(generations, ids)
+
+    def _render(self, conversation: list[dict[str, Any]], generations: list[Generation]) -> None:
         try:
-            ids = self._prompts.tokenize(prompt)
-            self._prompts.check_length(prompt, ids, "prompt")
+            text, ids = self._prompts.render_chat(conversation)
         except Exception as error:
-            problem = error if isinstance(error, InferError) else InvalidRequestError("prompt", prompt, str(error))
-            self._steps.post(lambda: self._finish(generation, "error", problem))
+            self._refuse(generations, "messages", conversation, error)
             return
-        generation._prompt_ids = ids
-        generation._output.detokenizer = self._prompts.detokenizer(ids)
-        self._queue(generation, number, ids, [])
+        for generation in generations:
+            generation.prompt = text
+        self._tokenized(generations, ids)
 
-    # What generations ask for, each on the driver's thread.
+    def _tokenized(self, generations: list[Generation], ids: list[int]) -> None:
+        for generation in generations:
+            generation._output.detokenizer = self._prompts.detokenizer(ids)
+            generation._prompt_ids = ids
+        self._queue([(generation, ids, []) for generation in generations])
 
-    def _pause(self, generation: Generation) -> None:
-        if generation._sequence is not None:
-            self._parts.scheduler.pause(generation._sequence)
-            self._steps.rest(generation)
-            generation._output.notify()
+    def _refuse(self, generations: list[Generation], argument: str, value: object, error: Exception) -> None:
+        problem = error if isinstance(error, InferError) else InvalidRequestError(argument, value, str(error))
 
-    def _resume(self, generation: Generation) -> None:
-        if generation._sequence is not None:
-            self._parts.scheduler.resume(generation._sequence)
-            if generation._was_held:
-                self._steps.hold(generation)
-            generation._output.notify()
+        def refuse() -> None:
+            for generation in generations:
+                self._ledger.end(generation.number, "error", twin(problem))
 
-    def _update(self, generation: Generation, params: SamplingParams) -> None:
-        sequence = generation._sequence
-        if sequence is None or sequence.finished:
-            return
-        if penalized(params) and not penalized(sequence.params):
-            sequence.history_loaded = False
-        sequence.params = params
-        sequence.params_dirty = True
-        sequence.stop_ids = self._stop_ids(params)
-        if len(sequence.token_ids) >= sequence.max_length:
-            self._finish(generation, "length")
-
-    def _finish(self, generation: Generation, reason: FinishReason, error: BaseException | None = None) -> None:
-        output = generation._output
-        if output.finish_reason is not None:
-            return
-        if generation._sequence is not None:
-            self._parts.scheduler.finish(generation._sequence)
-        output.finish(reason, error)
-        self._steps.release(generation.number)
-        output.notify()
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids)
-        return stop_ids if params.ignore_eos else stop_ids | self._parts.eos_token_ids
+        self._steps.post(refuse)
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self._closing or self.closed:
             raise EngineClosedError("this engine is closed; load it again with Engine.load")
 
 
-_MOST = {
-    "kv_cache_tokens": 1 << 40,
-    "page_size": 1024,
-    "max_batch_size": 4096,
-    "max_step_tokens": 1 << 20,
-    "steps_in_flight": 16,
-}
-
-
-def _options(
-    kv_cache_tokens: int | None,
-    page_size: int,
-    max_batch_size: int | None,
-    max_step_tokens: int | None,
-    waiting: str,
-    steps_in_flight: int,
-) -> dict[str, Any]:
-    """The options that are not the model's, checked before anything is loaded."""
-    options: dict[str, Any] = {
-        "kv_cache_tokens": kv_cache_tokens,
-        "page_size": page_size,
-        "max_batch_size": max_batch_size,
-        "max_step_tokens": max_step_tokens,
-        "steps_in_flight": steps_in_flight,
-    }
-    for argument, value in list(options.items()):
-        if value is None and argument not in ("page_size", "steps_in_flight"):
-            continue
-        number, most = whole_number(value), _MOST[argument]
-        if number is None or not 1 <= number <= most:
-            raise InvalidRequestError(argument, value, f"must be a whole number, 1 to {most:,}")
-        options[argument] = number
-    if waiting not in ("thread", "spin", "block"):
-        raise InvalidRequestError("waiting", waiting, 'must be "thread", "spin" or "block"')
-    return options
-
-
-def _freeze_gc() -> None:
-    """Once a process: what is alive after a load stays alive, so later collections need not look at it."""
-    if gc.get_freeze_count() == 0:
-        gc.collect()
-        gc.freeze()
+def _batches(texts: list[tuple[str, list[Generation]]]) -> Iterator[list[tuple[str, list[Generation]]]]:
+    for start in range(0, len(texts), _TEXTS_A_BATCH):
+        yield texts[start : start + _TEXTS_A_BATCH]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import WrapperDescriptorType
+
 
 class InferError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -47,12 +49,37 @@ class EngineClosedError(InferError, RuntimeError):
 
 
 class WrongLoopError(InferError, RuntimeError):
-    """The engine was used from another event loop, or with no loop, while generations are unfinished."""
+    """The engine was used from another event loop while unfinished texts are read or displayed on its own."""
 
 
 class ReentrantStepError(InferError, RuntimeError):
     """A hook or callback that runs inside an engine's step asked the same engine for another step."""
 
 
+class MissingPackageError(InferError, ImportError):
+    """A package that only this call needs is not installed; the message says how to get it."""
+
+
 class DeviceError(InferError, RuntimeError):
     """Work on the device failed. Chained to the device's own exception (`__cause__`)."""
+
+
+def twin(error: BaseException) -> BaseException:
+    """A new exception that says all that `error` says: each reader of a failure raises one of its own.
+
+    Tracebacks of several readers do not pile up on one object, which would also keep what their frames refer to.
+    Not `copy.copy`: that calls the class with `args`, which an `__init__` of other arguments refuses or garbles.
+    """
+    cls = type(error)
+    try:
+        args = error.__reduce__()[1]  # OSError's `args` are not all that it was made with
+        new = cls.__new__(cls, *args)
+        if isinstance(cls.__init__, WrapperDescriptorType):  # written in C: has fields outside of `__dict__`
+            new.__init__(*args)  # type: ignore[misc]
+    except Exception:  # a class of an unusual kind: its readers share the one object
+        return error
+    new.args = error.args
+    new.__dict__.update(error.__dict__)
+    new.__cause__, new.__context__ = error.__cause__, error.__context__
+    new.__suppress_context__ = error.__suppress_context__
+    return new.with_traceback(error.__traceback__)

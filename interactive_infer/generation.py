@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from interactive_infer.core.output import FinishReason, Output
+from interactive_infer.core.output import FinishReason, Listeners, Output
 from interactive_infer.core.sequence import Sequence, State
-from interactive_infer.errors import EngineClosedError, InvalidRequestError
+from interactive_infer.errors import EngineClosedError, InvalidRequestError, twin
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.prompts import whole_number
 from interactive_infer.sampling import SamplingParams
+from interactive_infer.timeline.recorder import Phase
 
 if TYPE_CHECKING:
     from interactive_infer.engine import Engine
+
+_TOKENS_A_TURN = 64
+_TURN_S = 0.001
+"""An `async for` over tokens that are there already gives the loop a turn after so many of them, or so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,47 +94,86 @@ class Completion:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        return f"<Completion {self.finish_reason}, {self.usage.completion_tokens} tokens: {text!r}>"
+
 
 class _Readers:
-    """Futures of readers that wait for something new. A listener of the output; it does not refer to the generation."""
+    """Futures of readers that wait for something new. A listener of the output; it does not refer to the generation.
+
+    Called by whichever thread drives. The futures' loops may be others, or closed by now. No lock: a reader enters its
+    future first and looks at the output after, the driver changes the output first and empties the dictionary after.
+    """
 
     def __init__(self) -> None:
-        self.futures: set[asyncio.Future[None]] = set()
+        self.futures: dict[asyncio.Future[None], None] = {}
 
     def __call__(self) -> None:
-        futures, self.futures = self.futures, set()
-        for future in futures:
-            if not future.done():
-                future.set_result(None)
+        if not self.futures:
+            return
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        with contextlib.suppress(KeyError):  # popitem() of an empty dict: everyone is told
+            while True:
+                future = self.futures.popitem()[0]
+                if future.get_loop() is here:
+                    _set(future)
+                else:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
+                        future.get_loop().call_soon_threadsafe(_set, future)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():  # its reader may have been cancelled on the way
+        future.set_result(None)
 
 
 class Generation:
     """One prompt being continued. Made by `Engine.generate`, `Engine.chat`, `branch` and `continue_`.
 
     - `await gen` gives the `Completion`; `async for token in gen` gives its tokens from the first one on, to any
-      number of readers. Both belong to the engine's event loop.
-    - `pause`, `resume`, `cancel`, `update`, `branch` and `continue_` may be called from any thread.
+      number of readers. Both belong to the engine's event loop. Awaiting always gives the loop a turn; iterating does
+      where it waits, and at least every 64 tokens or 1 ms.
+    - `pause`, `resume`, `cancel`, `update`, `branch` and `continue_` may be called from any thread. Once it has ended
+      the first four do nothing: the end may always come between a look at `state` and the call.
     - Cancelling a reader that waits (an interrupted cell) cancels the generation; `asyncio.shield(gen)` protects it.
     - An unfinished generation keeps its engine alive; a finished one does not.
-    - One that nobody has read or displayed and nothing refers to is cancelled.
+    - One that nothing refers to is cancelled, unless it is running and somebody has read or displayed it.
+    - Each reader of a failure gets an exception of its own.
     """
 
-    def __init__(self, engine: Engine, number: int, prompt: str | None, params: SamplingParams, output: Output) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        number: int,
+        prompt: str | None,
+        params: SamplingParams,
+        output: Output,
+        num_continued: int = 0,
+    ) -> None:
         self._engine: Engine | None = engine
         self._engine_ref = weakref.ref(engine)
+        self._abandon: Callable[[Generation], None] | None = None  # whom to tell when nothing refers to it any more
         self.number = number
         """Counts the engine's generations from 1."""
         self.prompt = prompt
         """The prompt's text, or None when it was given as token ids."""
         self.params = params
-        """The sampling parameters in force; `params.seed` is the seed in use."""
+        """The sampling parameters in force, at the end those it ended with; `params.seed` is the seed in use."""
         self._prompt_ids: list[int] | None = None  # None while a long prompt is tokenized
         self._output = output
         self._sequence: Sequence | None = None
+        self._num_continued = num_continued  # tokens of the one that it continues, which `max_tokens` counts too
         self._was_held = False
+        self._paused_early = False  # before its prompt was tokenized
         self._readers = _Readers()
-        output.listeners.append(self._readers)
+        self._listeners = Listeners([self._readers])
+        output.attach(self._listeners)
         self._tokens: list[Token] = []
+        self._tokens_lock = threading.Lock()
         self._tokenizer = engine.tokenizer
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -138,7 +185,7 @@ class Generation:
 
     @property
     def tokens(self) -> tuple[Token, ...]:
-        """The tokens so far (those whose text is decided)."""
+        """The tokens so far (those whose text is decided). From any thread."""
         return tuple(self._visible_tokens())
 
     @property
@@ -155,7 +202,10 @@ class Generation:
     def state(self) -> Literal["waiting", "running", "paused", "finished"]:
         if self._output.finish_reason is not None:
             return "finished"
-        return self._sequence.state.value if self._sequence is not None else State.WAITING.value
+        if self._sequence is None:
+            return "paused" if self._paused_early else "waiting"
+        state = self._sequence.state
+        return state.value if state is not State.FINISHED else "finished"
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -204,7 +254,10 @@ class Generation:
     def future(self) -> asyncio.Future[Completion]:
         """A real asyncio future of the completion, for `asyncio.wait`; cancelling it cancels the generation."""
         self._begin_reading()
-        return asyncio.ensure_future(self._finished())
+        future = asyncio.ensure_future(self._finished())
+        # Cancelled before its first turn, the task never comes to `_changed`.
+        future.add_done_callback(lambda ended: self.cancel() if ended.cancelled() else None)
+        return future
 
     def result_sync(self) -> Completion:
         """The completion, from a synchronous cell or a script: steps the engine until this generation has ended.
@@ -213,15 +266,19 @@ class Generation:
         KeyboardInterrupt.
         """
         if self._output.finish_reason is None:
-            with deferred_interrupts() as interrupted:
-                self._live_engine()._steps.drive_until([self], interrupted)
+            with deferred_interrupts() as interrupts:
+                self._live_engine()._steps.drive_until([self], interrupts)
         return self._result()
 
     async def _finished(self) -> Completion:
         self._begin_reading()
-        while self._output.finish_reason is None:
-            await self._changed()
-        return self._result()
+        if self._output.finish_reason is not None:
+            await asyncio.sleep(0)
+        while True:
+            changes = self._output.changes
+            if self._output.finish_reason is not None:
+                return self._result()
+            await self._changed(changes)
 
     def _begin_reading(self) -> None:
         """A reader has come: the engine binds to its loop, and holds this generation until it ends."""
@@ -230,28 +287,34 @@ class Generation:
             steps.bind()
             steps.hold(self)
 
-    async def _changed(self) -> None:
-        """Wait until there is something new. Cancelled here: the generation is cancelled with its reader."""
+    async def _changed(self, changes: int) -> None:
+        """Wait until there is more than after `changes` notifications of the output; one turn of the loop at least.
+
+        Cancelled here: the generation is cancelled with its reader.
+        """
         future = asyncio.get_running_loop().create_future()
-        self._readers.futures.add(future)
+        self._readers.futures[future] = None
         try:
-            await future
+            if self._output.changes == changes:
+                await future
+            else:
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancel()
             raise
         finally:
-            self._readers.futures.discard(future)
+            self._readers.futures.pop(future, None)
 
     def _result(self) -> Completion:
         if self._output.error is not None:
-            raise self._output.error.with_traceback(None)  # every reader's own traceback, not a growing one
+            raise twin(self._output.error)
         return self.completion
 
     def _visible_tokens(self) -> list[Token]:
-        visible, made = self._output.decode(), self._tokens
-        if len(made) < visible:
-            output = self._output
-            for index in range(len(made), visible):
+        output, made = self._output, self._tokens
+        start_ns = time.perf_counter_ns() if len(output.token_ids) > len(made) else 0
+        with self._tokens_lock:
+            for index in range(len(made), output.decode()):
                 token_id, text = output.token_ids[index], output.piece(index)
                 at = output.logprobs.get(index)
                 if at is None:
@@ -259,6 +322,8 @@ class Generation:
                 else:
                     alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
                     made.append(Token(token_id, text, index, at.logprob, at.rank, alternatives))
+        if start_ns and (engine := self._engine_ref()) is not None:
+            engine.timeline.recorder.record(Phase.DETOKENIZE, start_ns, time.perf_counter_ns(), self.number)
         return made
 
     def _text_of(self, token_id: int) -> str:
@@ -267,28 +332,35 @@ class Generation:
     # -- steering ----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """No further step is planned; tokens already in flight (at most two) still arrive."""
-        self._ask(lambda engine: engine._pause(self))
+        """No further step is planned; tokens already in flight (at most `steps_in_flight`) still arrive."""
+        self._ask(lambda engine: engine._ledger.pause(self))
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._ask(lambda engine: engine._resume(self))
+        self._ask(lambda engine: engine._ledger.resume(self))
 
     def cancel(self) -> None:
         """End it now with `cancelled`; the partial text is kept. Nothing more is published. Ended already: nothing."""
-        self._ask(lambda engine: engine._finish(self, "cancelled"))
+        self._ask(lambda engine: engine._ledger.end(self.number, "cancelled"))
 
-    def update(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> bool:
         """Change sampling parameters from the next planned step on.
 
+        Stop strings are looked for in the text of tokens that come from now on. `max_tokens` at or below what there is
+        ends it with `length`.
+
+        Returns whether it was unfinished; if not, `params` stay those that it ended with.
         Raises InvalidRequestError for an unknown or impossible value, and for what cannot change while running.
         """
         engine = self._engine_ref()
         params = self.params.updated(**changes)
         if engine is not None:
             params.validate_for(engine.vocab_size)
+        if self._output.finish_reason is not None:
+            return False
         self.params = params
-        self._ask(lambda engine: engine._update(self, params))
+        self._ask(lambda engine: engine._ledger.update(self, params))
+        return True
 
     def branch(self, at: int, token: str | int | None = None, **changes: Any) -> Generation:
         """A new generation with this one's first `at` generated tokens, that goes its own way from there.
@@ -296,18 +368,20 @@ class Generation:
         `token` (a token id, or text of one or more tokens) is put in first. The shared part counts as generated: it
         is in the branch's `text`, `tokens`, penalties and `max_tokens`, as if the branch had been written from the
         start. Its pages are reused: less than one page is computed again. `changes` are sampling parameters; unless a
-        seed is given a new one is drawn.
+        seed is given a new one is drawn. Where the shared part and `token` are `max_tokens` tokens already, or fill the
+        model's context, the branch ends at once with `length`.
 
-        Raises InvalidRequestError when `at` is not an index of a token, 0 to the number of tokens so far.
+        Raises InvalidRequestError when `at` is not an index of a token, 0 to the number of tokens so far; when shared
+        part and `token` are more than `max_tokens`; and for `n`.
         """
         shared = self._shared(at)
-        changes.setdefault("seed", None)
-        params = self.params.replace(**changes)
         engine = self._live_engine()
-        return engine._start(self.prompt, self._prompt_ids, params, shared + engine._prompts.forced_ids(token))
+        params = self._one_more({"seed": None, **changes})
+        return engine._branch(self, params, shared + engine._prompts.forced_ids(token), self._num_continued)
 
     def continue_(self, max_tokens: int | None = None, **changes: Any) -> Generation:
-        """A new generation that goes on where this one ended, for `max_tokens` more tokens (default: as many again).
+        """A new generation that goes on where this one ended, for `max_tokens` more tokens (default: as many as this
+        one was allowed).
 
         Where a stop token ended this one, that token is left out and cannot be drawn again at once.
         """
@@ -315,9 +389,18 @@ class Generation:
         if shared and self._sequence is not None and shared[-1] in self._sequence.stop_ids:
             shared = shared[:-1]
             changes.setdefault("min_tokens", len(shared) + 1)
-        more = self.params.max_tokens if max_tokens is None else SamplingParams(max_tokens=max_tokens).max_tokens
-        params = self.params.replace(**{**changes, "max_tokens": len(shared) + more})
-        return self._live_engine()._start(self.prompt, self._prompt_ids, params, shared)
+        if max_tokens is None:
+            max_tokens = max(self.params.max_tokens - self._num_continued, 1)
+        more = SamplingParams(max_tokens=max_tokens).max_tokens
+        params = self._one_more({**changes, "max_tokens": len(shared) + more})
+        return self._live_engine()._branch(self, params, shared, len(shared))
+
+    def _one_more(self, changes: dict[str, Any]) -> SamplingParams:
+        """Parameters of one generation made from this one."""
+        params = self.params.replace(**{"n": 1, **changes})
+        if params.n != 1:
+            raise InvalidRequestError("n", params.n, "this makes one generation; call it again for more")
+        return params
 
     def _shared(self, at: int) -> list[int]:
         token_ids = self._output.token_ids
@@ -342,7 +425,16 @@ class Generation:
 
     def _let_go(self) -> None:
         """It has ended: it keeps its engine alive no longer."""
-        self._engine = None
+        self._engine = self._abandon = None
+
+    def __del__(self) -> None:
+        # Nothing refers to it, and it has not ended: it comes to life again for as long as that takes. Python calls
+        # this once at most. A garbage collector has cleared the weak references to what it found: attach again.
+        abandon = getattr(self, "_abandon", None)
+        if abandon is not None:
+            self._let_go()
+            self._output.attach(self._listeners)
+            abandon(self)
 
     # -- display -----------------------------------------------------------------------------------------------
 
@@ -370,6 +462,7 @@ class _TokenReader:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._index = 0
+        self._turn_due = (_TOKENS_A_TURN, time.perf_counter() + _TURN_S)  # at which token, or when
         generation._begin_reading()
 
     def __aiter__(self) -> _TokenReader:
@@ -377,7 +470,10 @@ class _TokenReader:
 
     async def __anext__(self) -> Token:
         generation = self._generation
+        if self._index >= self._turn_due[0] or time.perf_counter() >= self._turn_due[1]:
+            await self._give_way(None)
         while True:
+            changes = generation._output.changes
             ended = generation._output.finish_reason is not None
             tokens = generation._visible_tokens()
             if self._index < len(tokens):
@@ -386,13 +482,20 @@ class _TokenReader:
             if ended:
                 generation._result()
                 raise StopAsyncIteration
-            await generation._changed()
+            await self._give_way(changes)
+
+    async def _give_way(self, changes: int | None) -> None:
+        """A turn for the loop: until there is more than after `changes` notifications, or just one."""
+        await self._generation._changed(-1 if changes is None else changes)
+        self._turn_due = (self._index + _TOKENS_A_TURN, time.perf_counter() + _TURN_S)
 
 
 class GenerationGroup(Seq[Generation]):
-    """Several generations with the same verbs, side by side: a sequence of them.
+    """Several generations side by side: a sequence of them, with `pause`, `resume`, `cancel`, `update` and `show` for
+    all at once.
 
-    `await group` gives the list of completions, in order.
+    `await group` gives the list of completions, in order; cancelled there, all of them are. What belongs to one text
+    (`async for`, `branch`, `continue_`, `future`) is asked of that one: `group[2].branch(at=5)`.
     """
 
     def __init__(self, generations: list[Generation]) -> None:
@@ -413,14 +516,18 @@ class GenerationGroup(Seq[Generation]):
     async def _finished(self) -> list[Completion]:
         for generation in self._generations:
             generation._begin_reading()
-        return list(await asyncio.gather(*self._generations))
+        try:
+            return list(await asyncio.gather(*self._generations))
+        except asyncio.CancelledError:
+            self.cancel()  # those whose reader, a task of gather()'s, has not had its first turn too
+            raise
 
     def result_sync(self) -> list[Completion]:
         """The completions, from a synchronous cell or a script; an interrupt cancels them all."""
         unfinished = [generation for generation in self._generations if generation.finish_reason is None]
         if unfinished:
-            with deferred_interrupts() as interrupted:
-                unfinished[0]._live_engine()._steps.drive_until(unfinished, interrupted)
+            with deferred_interrupts() as interrupts:
+                unfinished[0]._live_engine()._steps.drive_until(unfinished, interrupts)
         return [generation._result() for generation in self._generations]
 
     @property
@@ -439,9 +546,9 @@ class GenerationGroup(Seq[Generation]):
         for generation in self._generations:
             generation.cancel()
 
-    def update(self, **changes: Any) -> None:
-        for generation in self._generations:
-            generation.update(**changes)
+    def update(self, **changes: Any) -> bool:
+        """`Generation.update` of each; returns whether any was unfinished."""
+        return any([generation.update(**changes) for generation in self._generations])
 
     def show(self) -> GenerationGroup:
         """Display all streams now and return this group."""

@@ -14,6 +14,8 @@ class EngineInfo:
     device: str
     dtype: str
     attention: str
+    layers: str
+    launches: str
     weights_bytes: int
     kv_cache_tokens: int
     kv_cache_bytes: int
@@ -36,5 +38,6 @@ class EngineInfo:
             f"KV cache {self.kv_cache_tokens:,} tokens ({self.kv_cache_bytes / 1e6:,.0f} MB), "
             f"{self.kv_tokens_in_use:,} in use; texts up to {self.max_length:,} tokens; "
             f"{self.num_running} running, {self.num_waiting} waiting, {self.num_paused} paused; "
-            f"attention {self.attention}, packed logits within {self.parity_error:.1e} of the model's own"
+            f"attention: {self.attention}; layers: {self.layers}; launches: {self.launches}; "
+            f"packed logits within {self.parity_error:.1e} of the model's own"
         )

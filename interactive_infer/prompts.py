@@ -11,7 +11,7 @@ from interactive_infer.errors import InvalidRequestError, PromptTooLongError
 
 Prompt = str | Sequence[int]
 
-# Text up to this many characters is tokenized at the call (well under a millisecond), longer text on a thread.
+# Text up to this many characters in all is tokenized at the call (well under a millisecond), more on a thread.
 SHORT_TEXT = 2_000
 
 
@@ -52,23 +52,37 @@ class Prompts:
                 raise InvalidRequestError("prompt", item, "each prompt is text or a list of token ids, and not empty")
         return items, True
 
-    def prepare(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """A checked prompt: its text if it has one, and its token ids unless the text is long."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError("prompt", prompt, "is empty; give some text, or token ids")
-            if self._tokenizer is not None and len(prompt) > SHORT_TEXT:
-                return prompt, None
-            ids = self.tokenize(prompt)
-            self.check_length(prompt, ids, "prompt")
-            return prompt, ids
-        ids = [int(token_id) for token_id in prompt]
-        for token_id in ids:
-            self._check_id("prompt", token_id)
-        self.check_length(prompt, ids, "prompt")
-        return None, ids
+    def prepare(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, list[int] | None]]:
+        """Checked prompts: the text of each if it has one, and its token ids unless the texts are long."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._check_text(text, "prompt")
+        tokenized: list[list[int]] = []
+        at_once = sum(map(len, texts)) <= SHORT_TEXT
+        if texts and at_once:
+            tokenized = self.tokenize(texts)
+        rest = iter(tokenized)
+        prepared: list[tuple[str | None, list[int] | None]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids = next(rest) if at_once else None
+            else:
+                ids = [int(token_id) for token_id in prompt]
+                for token_id in ids:
+                    self._check_id("prompt", token_id)
+            if ids is not None:
+                self.check_length(prompt, ids, "prompt")
+            prepared.append((prompt if isinstance(prompt, str) else None, ids))
+        return prepared
 
-    def tokenize(self, text: str, argument: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of checked texts. The batch call releases the GIL, the single one does not."""
+        batch = self._tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
+        return [list(ids) for ids in batch["input_ids"]]
+
+    def _check_text(self, text: str, argument: str) -> None:
+        if not text:
+            raise InvalidRequestError(argument, text, "is empty; give some text, or token ids")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -76,10 +90,7 @@ class Prompts:
                 argument, text, f"holds half a character at {error.start} (a lone surrogate), which no text has"
             ) from None
         if self._tokenizer is None:
-            raise InvalidRequestError("prompt", text, f"{self._problem}; give token ids, or load with tokenizer=")
-        # The batch call releases the GIL, the single one does not.
-        batch = self._tokenizer([text], add_special_tokens=add_special_tokens, verbose=False)
-        return list(batch["input_ids"][0])
+            raise InvalidRequestError(argument, text, f"{self._problem}; give token ids, or load with tokenizer=")
 
     def check_length(self, prompt: object, ids: Sequence[int], argument: str) -> None:
         if not ids:
@@ -92,8 +103,8 @@ class Prompts:
                 f"({self._limits}): shorten it, or load with a larger kv_cache_tokens=",
             )
 
-    def render_chat(self, messages: Any) -> str:
-        """The text that the model's chat template makes of `messages`, up to where the answer begins."""
+    def check_chat(self, messages: Any) -> list[dict[str, Any]]:
+        """A conversation, checked and copied."""
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError("messages", messages, 'give a list of messages, each {"role": …, "content": …}')
         for message in messages:
@@ -103,13 +114,18 @@ class Prompts:
             raise InvalidRequestError(
                 "messages", messages, "this model has no chat template; use generate() with a prompt of your own"
             )
+        return [dict(message) for message in messages]
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """The text that the model's chat template makes of `messages`, up to where the answer begins; and its ids."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:
             raise InvalidRequestError("messages", messages, f"the chat template refused them: {error}") from error
-        return str(text)
+        self._check_text(text, "messages")
+        (ids,) = self.tokenize([text], add_special_tokens=False)
+        self.check_length(text, ids, "messages")
+        return text, ids
 
     def forced_ids(self, token: Any) -> list[int]:
         """Token ids that a branch puts in: `token` as an id, or as text; none for None."""
@@ -120,7 +136,8 @@ class Prompts:
             return [token_id]
         if not isinstance(token, str) or not token:
             raise InvalidRequestError("token", token, "give a token id or some text")
-        return self.tokenize(token, "token", add_special_tokens=False)
+        self._check_text(token, "token")
+        return self.tokenize([token], add_special_tokens=False)[0]
 
     def _check_id(self, argument: str, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:

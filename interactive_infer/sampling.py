@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 MAX_N = 1024
-"""Samples of one prompt: making one takes the loop about 0.2 ms."""
+"""Samples of one prompt: making one takes the caller 10 to 20 µs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +129,14 @@ class SamplingParams:
 
         `index` tells the `n` generations of one call apart, as vLLM does.
         """
-        if self.seed is None:
-            return self.replace(seed=secrets.randbits(63))
-        return self.replace(seed=(self.seed + index) % 2**63) if index else self
+        if self.seed is not None and index == 0:
+            return self
+        seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
+        copy = object.__new__(type(self))  # all fields are checked, and there may be a thousand copies
+        for name in _FIELDS:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "seed", seed)
+        return copy
 
     def validate_for(self, vocab_size: int) -> None:
         """Checks the token ids in `stop_token_ids` and `logit_bias` against a vocabulary of that size."""

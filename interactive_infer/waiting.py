@@ -22,13 +22,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from queue import SimpleQueue
-from types import WrapperDescriptorType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from interactive_infer.errors import DeviceError, EngineClosedError, InferError, InvalidRequestError
+from interactive_infer.errors import DeviceError, EngineClosedError, InferError, InvalidRequestError, twin
 
 T = TypeVar("T")
 
@@ -116,7 +115,7 @@ class Completion(Generic[T]):
         if outcome is None:
             raise asyncio.InvalidStateError("this completion is still pending")
         if outcome.error is not None:
-            raise _twin(outcome.error)
+            raise twin(outcome.error)
         return outcome.value
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -157,28 +156,8 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _twin(error: BaseException) -> BaseException:
-    """A new exception that says all that `error` says.
-
-    Not `copy.copy`: that calls the class with `args`, which an `__init__` of other arguments refuses or
-    garbles.
-    """
-    cls = type(error)
-    try:
-        args = error.__reduce__()[1]  # OSError's `args` are not all that it was made with
-        twin = cls.__new__(cls, *args)
-        if isinstance(cls.__init__, WrapperDescriptorType):  # written in C: has fields outside of `__dict__`
-            twin.__init__(*args)  # type: ignore[misc]
-    except Exception:  # a class of an unusual kind: its readers share the one object
-        return error
-    twin.args = error.args
-    twin.__dict__.update(error.__dict__)
-    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-    twin.__suppress_context__ = error.__suppress_context__
-    return twin.with_traceback(error.__traceback__)
-
-
-def _device_error(error: BaseException) -> DeviceError:
+def device_error(error: BaseException) -> DeviceError:
+    """A failure of the device as a DeviceError that says what to do."""
     failure = DeviceError(
         f"work on the device failed: {type(error).__name__}: {error}. "
         "After a CUDA error other than out-of-memory the device is lost to this process: restart the kernel"
@@ -195,7 +174,7 @@ def _as_device_error() -> Iterator[None]:
     except InferError:
         raise
     except Exception as error:
-        raise _device_error(error) from error
+        raise device_error(error) from error
 
 
 Interval = Callable[[], tuple[int | None, int | None]]
@@ -211,7 +190,7 @@ def _end_of(event: DeviceEvent, interval: Interval | None = None) -> _Outcome:
         event.synchronize()
         start_ns, end_ns = interval() if interval is not None else (None, None)
     except BaseException as error:
-        return _Outcome(error=_device_error(error))
+        return _Outcome(error=device_error(error))
     return _Outcome(None, None, start_ns, end_ns)
 
 
@@ -241,7 +220,7 @@ atexit.register(_drain)
 class _Watched(NamedTuple):
     event: DeviceEvent
     completion: Completion[Any]
-    value: Any
+    read: Callable[[], Any]
     interval: Interval | None
 
 
@@ -262,16 +241,22 @@ class Waiter:
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def watch(
-        self, event: DeviceEvent, completion: Completion[T], value: T, *, interval: Interval | None = None
+        self,
+        event: DeviceEvent,
+        completion: Completion[T],
+        read: Callable[[], T],
+        *,
+        interval: Interval | None = None,
     ) -> None:
-        """Settle `completion` with `value` once `event` is reached, and all events watched before it.
+        """Settle `completion` with what `read` returns once `event` is reached, and all events watched before it.
 
-        `interval` says when the work ran; if it raises, the completion fails. Any thread may call; never
-        blocks. On a closed waiter the completion fails with an EngineClosedError.
+        `read` takes the result from where the device left it, on the waiter's thread, and must be quick; `interval`
+        says when the work ran. If either raises, the completion fails. Any thread may call; never blocks. On a closed
+        waiter the completion fails with an EngineClosedError.
         """
         self._pending[completion] = None
         _unfinished[completion] = None
-        self._queue.put(_Watched(event, completion, value, interval))
+        self._queue.put(_Watched(event, completion, read, interval))
         if self._closed:  # looked at last: close() has seen the completion, or we see that it is closed
             self.close()
             _unfinished.pop(completion, None)  # the thread may have ended before it came to this one
@@ -295,11 +280,18 @@ def _watch(queue: SimpleQueue[_Watched | None], pending: dict[Completion[Any], N
     while (watched := queue.get()) is not None:
         if not watched.completion.done():
             outcome = _end_of(watched.event, watched.interval)
-            watched.completion._settle(outcome if outcome.error else outcome._replace(value=watched.value))
+            watched.completion._settle(outcome if outcome.error else _with_value(outcome, watched.read))
             del outcome
         pending.pop(watched.completion, None)
         _unfinished.pop(watched.completion, None)
         del watched  # nothing is held while the thread sleeps
+
+
+def _with_value(outcome: _Outcome, read: Callable[[], Any]) -> _Outcome:
+    try:
+        return outcome._replace(value=read())
+    except BaseException as error:
+        return outcome._replace(error=device_error(error))
 
 
 # ---- threads for public waits ----------------------------------------------------------------
@@ -476,7 +468,7 @@ def _end_of_launches(lane: _Lane) -> _Outcome:
     try:
         event = lane.launched()
     except BaseException as error:
-        return _Outcome(error=_device_error(error))
+        return _Outcome(error=device_error(error))
     return _end_of(event)
 
 

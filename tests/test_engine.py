@@ -51,6 +51,11 @@ async def settled(engine):
         await asyncio.sleep(0.001)
 
 
+async def _ended(gen):
+    await gen
+    return gen
+
+
 def ask(engine, prompt=PROMPT, **sampling):
     sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, **sampling}
     return engine.generate(prompt, **sampling)
@@ -118,6 +123,42 @@ class TestReading:
         done, pending = await asyncio.wait(futures)
         assert not pending
         assert sorted(len(future.result().token_ids) for future in done) == [3, 5]
+
+    async def test_a_reader_of_what_has_ended_gives_the_loop_turns(self, engine):
+        gen = ask(engine, max_tokens=400)
+        await gen
+        turns = 0
+
+        async def tick():
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        ticking = asyncio.ensure_future(tick())
+        await asyncio.sleep(0)
+        before = turns
+        await gen
+        assert turns > before
+        before = turns
+        assert len([token async for token in gen]) == 400
+        assert turns - before >= 400 // 64
+        ticking.cancel()
+
+    async def test_tokens_may_be_read_from_any_thread(self, engine):
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(5):
+                gen = ask(engine, max_tokens=200)
+                gate = threading.Barrier(4)
+                reads = [asyncio.to_thread(lambda gen=gen, gate=gate: (gate.wait(), gen.tokens)) for _ in range(4)]
+                await gen._finished()
+                gen._tokens.clear()
+                await asyncio.gather(*reads)
+                assert [token.index for token in gen.tokens] == list(range(200))
+        finally:
+            sys.setswitchinterval(interval)
 
     async def test_logprobs_0_gives_the_chosen_token_alone(self, engine):
         beside = ask(engine)
@@ -204,6 +245,14 @@ class TestSteering:
         assert gen.finish_reason == "length"
         assert 12 <= len(gen.token_ids) <= 12 + 2
 
+    async def test_update_of_what_has_ended_changes_nothing(self, engine):
+        gen = ask(engine, max_tokens=3)
+        await gen
+        gen.update(temperature=1.5)
+        assert gen.params.temperature == 0
+        with pytest.raises(InvalidRequestError, match="temperature"):
+            gen.update(temperature=-1)
+
     async def test_penalties_can_be_switched_on_while_it_runs(self, engine):
         gen = ask(engine, max_tokens=80)
         async for token in gen:
@@ -228,6 +277,27 @@ class TestSteering:
         fresh = await ask(engine, [*PROMPT, *gen.token_ids[:6], 17], max_tokens=13)
         assert branch.token_ids == (*gen.token_ids[:6], 17, *fresh.token_ids)
 
+    async def test_branch_at_its_very_end_ends_at_once(self, engine):
+        gen = ask(engine, max_tokens=10)
+        await gen
+        steps = engine.timeline.summary().steps
+        done = await gen.branch(at=10)
+        assert (done.token_ids, done.finish_reason) == (gen.token_ids, "length")
+        done = await gen.branch(at=9, token=17)
+        assert (done.token_ids, done.finish_reason) == ((*gen.token_ids[:9], 17), "length")
+        assert engine.timeline.summary().steps == steps, "without a step"
+        with pytest.raises(InvalidRequestError, match="max_tokens=10"):
+            gen.branch(at=10, token=17)
+        assert len((await gen.branch(at=10, token=17, max_tokens=13)).token_ids) == 13
+
+    async def test_branch_and_continue_make_one(self, engine):
+        gen = ask(engine, n=2, max_tokens=4)[1]
+        await gen
+        assert (gen.branch(at=3).params.n, gen.continue_().params.n) == (1, 1)
+        for make in (lambda: gen.branch(at=3, n=3), lambda: gen.continue_(n=3)):
+            with pytest.raises(InvalidRequestError, match="n=3"):
+                make()
+
     async def test_branch_of_a_running_generation(self, engine):
         gen = ask(engine, max_tokens=60)
         async for token in gen:
@@ -241,6 +311,15 @@ class TestSteering:
         gen = ask(engine, max_tokens=10)
         await gen
         assert (await gen.continue_(20)).token_ids == long.token_ids
+
+    async def test_continue_goes_on_for_what_was_asked_for_last(self, engine):
+        gen, lengths = ask(engine, max_tokens=10), []
+        for _ in range(4):
+            lengths.append(len((await gen).token_ids))
+            gen = gen.continue_()
+        assert lengths == [10, 20, 30, 40]
+        await gen
+        assert len((await (await _ended(gen.continue_(3))).continue_()).token_ids) == 56
 
     async def test_steering_from_another_thread(self, engine):
         gens = []
@@ -311,6 +390,33 @@ class TestReferences:
         gc.collect()
         await asyncio.sleep(0.05)
         assert output.finish_reason == "cancelled"
+
+    async def test_displayed_paused_and_unreferenced_is_cancelled_and_its_view_is_told(self):
+        engine = await load()
+        seen = []
+
+        def displayed(engine):
+            gen = ask(engine, max_tokens=900)
+            engine._steps.hold(gen)
+            gen._output.listeners.append(lambda: seen.append(gen.finish_reason))
+            return gen
+
+        gen = displayed(engine)
+        while len(gen.token_ids) < 3:
+            await asyncio.sleep(0.001)
+        gen.pause()
+        await settled(engine)
+        alive = weakref.ref(gen), weakref.ref(engine)
+        del gen
+        gc.collect()
+        await asyncio.sleep(0.05)
+        assert seen[-1] == "cancelled"
+        engine._parts.cache.check(held=[])
+        del engine
+        gc.collect()
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert [reference() for reference in alive] == [None, None]
 
     async def test_paused_read_and_resumed_is_held_again(self, engine):
         gen = ask(engine, max_tokens=60)
@@ -466,6 +572,17 @@ class TestFailures:
                 pass
         assert (await ask(engine, max_tokens=3)).token_ids == first.token_ids
 
+    async def test_each_reader_of_a_failure_gets_an_exception_of_its_own(self, engine):
+        def hook(module, args):
+            raise ValueError("planted")
+
+        with engine.model.register_forward_pre_hook(hook):
+            gens = [ask(engine), ask(engine)]
+            errors = await asyncio.gather(*(gen._finished() for gen in gens * 2), return_exceptions=True)
+        assert len({id(error) for error in (*errors, gens[0].error, gens[1].error)}) == 6
+        assert all(isinstance(error.__cause__, ValueError) for error in errors)
+        assert gens[0].error.__traceback__ is None, "no reader's frame is kept alive by the generation"
+
     async def test_reentrant_use_raises(self, engine):
         gen = ask(engine)
         caught = []
@@ -560,6 +677,35 @@ class TestBadInput:
         with pytest.raises(EngineClosedError):
             engine.generate(PROMPT)
 
+    async def test_an_interrupted_close_is_taken_up_by_the_next(self):
+        engine = await load()
+        hook = engine.model.register_forward_hook(lambda *_: time.sleep(0.1))
+        gen = ask(engine)
+        future = gen.future()
+        while not len(engine._parts.flights):
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not engine.closed
+        with pytest.raises(EngineClosedError):
+            ask(engine)
+        assert (await future).finish_reason == "cancelled"
+        freed = await asyncio.gather(engine.close(), engine.close())
+        assert engine.closed and not engine._parts.device._thread.is_alive()
+        assert sorted(freed)[0] == 0 < sorted(freed)[1]
+        hook.remove()
+
+    async def test_close_on_a_thread_beside_close_on_the_loop(self):
+        engine = await load()
+        gens = [ask(engine, max_tokens=500) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        freed = await asyncio.gather(engine.close(), asyncio.to_thread(engine.close_sync), engine.close())
+        assert sum(size > 0 for size in freed) == 1
+        assert {gen.finish_reason for gen in gens} == {"cancelled"}
+
     @pytest.mark.parametrize(
         "options",
         [
@@ -569,6 +715,7 @@ class TestBadInput:
             {"max_batch_size": 10**9},
             {"steps_in_flight": 0},
             {"waiting": "never"},
+            {"max_step_tokens": True},
         ],
     )
     async def test_options(self, options):
@@ -593,6 +740,11 @@ class TestText:
             model, tokenizer=tokenizer, kv_cache_tokens=8192, progress=False, freeze_gc=False
         ) as engine:
             yield engine
+
+    @pytest.fixture
+    def all_texts_are_long(self, monkeypatch):
+        monkeypatch.setattr("interactive_infer.prompts.SHORT_TEXT", 10)
+        monkeypatch.setattr("interactive_infer.engine.SHORT_TEXT", 10)
 
     async def test_token_texts_joined_are_the_text(self, engine):
         done = await ask(engine, "hello")
@@ -626,6 +778,111 @@ class TestText:
             seen.append(token.text)
         assert "".join(seen) == gen.text == whole.text
         assert gen.finish_reason == "length"
+
+    @pytest.mark.parametrize("steered", ["pause", "cancel", "update", "close"])
+    async def test_a_long_prompt_is_steered_before_it_is_tokenized(
+        self, engine, all_texts_are_long, monkeypatch, steered
+    ):
+        gate, tokenize = threading.Event(), engine._prompts.tokenize
+        monkeypatch.setattr(engine._prompts, "tokenize", lambda texts: (gate.wait(), tokenize(texts))[1])
+        gen = ask(engine, "hello there, " * 5, max_tokens=50)
+        if steered == "pause":
+            gen.pause()
+            assert gen.state == "paused"
+            gate.set()
+            while gen._sequence is None:
+                await asyncio.sleep(0.001)
+            await settled(engine)
+            assert (gen.state, gen.token_ids) == ("paused", ())
+            gen.resume()
+            assert len((await gen).token_ids) == 50
+        elif steered == "update":
+            gen.update(max_tokens=7)
+            gate.set()
+            assert len((await gen).token_ids) == 7
+        else:
+            gen.cancel() if steered == "cancel" else await engine.close()
+            assert gen.finish_reason == "cancelled"
+            gate.set()
+            assert (await gen).token_ids == ()
+
+    async def test_cancel_between_tokenizing_and_queueing(self, engine, all_texts_are_long, monkeypatch):
+        tokenized, gate, post = threading.Event(), threading.Event(), engine._steps.post
+
+        def held_up(what):
+            if threading.current_thread() is not threading.main_thread():
+                tokenized.set()
+                gate.wait()
+            post(what)
+
+        monkeypatch.setattr(engine._steps, "post", held_up)
+        gen = ask(engine, "hello there, " * 5)
+        await asyncio.to_thread(tokenized.wait)
+        gen.cancel()
+        gate.set()
+        assert (await gen).finish_reason == "cancelled"
+        monkeypatch.undo()
+        assert len((await ask(engine, "hello")).token_ids) == 20
+        engine._parts.cache.check(held=[])
+
+    async def test_many_texts_are_tokenized_on_one_thread(self, engine, monkeypatch):
+        tokenize, threads = engine._prompts.tokenize, []
+        monkeypatch.setattr(
+            engine._prompts,
+            "tokenize",
+            lambda *a, **k: (threads.append(threading.current_thread()), tokenize(*a, **k))[1],
+        )
+        group = engine.generate([f"number {i} " * 3 for i in range(100)], max_tokens=2, ignore_eos=True)
+        assert [len(done.token_ids) for done in await group] == [2] * 100
+        assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
+
+    async def test_stop_strings_can_be_given_while_it_runs(self, engine):
+        whole = await ask(engine, "hello", max_tokens=40)
+        tail = "".join(token.text for token in whole.tokens[12:])
+        stop = tail[len(tail) // 2 :][:2]
+        gen = ask(engine, "hello", max_tokens=40)
+        async for token in gen:
+            if token.index == 5:
+                gen.update(stop=stop)
+        assert gen.finish_reason == "stop"
+        assert len(gen.token_ids) < 40
+        assert whole.text.startswith(gen.text + stop)
+
+    async def test_min_tokens_of_stop_strings_can_be_changed(self, engine):
+        whole = await ask(engine, "hello", max_tokens=40)
+        stop = whole.text[:1]
+        assert len((await ask(engine, "hello", max_tokens=40, stop=stop)).token_ids) < 16
+        gen = ask(engine, "hello", max_tokens=40, stop=stop)
+        gen.update(min_tokens=16)
+        assert len((await gen).token_ids) > 16
+        assert gen.text.startswith(stop)
+
+    async def test_text_that_a_former_stop_string_held_back_is_not_lost(self, engine):
+        whole = await ask(engine, "hello", max_tokens=40)
+        gen = ask(
+            engine, "hello", max_tokens=40, stop=[text + "\x00" for text in set(whole.text)]
+        )  # holds back each end
+        seen = []
+        async for token in gen:
+            seen.append(token.text)
+            if token.index == 10:
+                gen.update(stop=[])
+        assert "".join(seen) == gen.text == whole.text
+
+    async def test_a_long_conversation_is_rendered_elsewhere(self, engine, all_texts_are_long):
+        engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        short = engine.chat([{"role": "user", "content": "hello"}], max_tokens=2, ignore_eos=True)
+        assert short.prompt == "hello"
+        threads = []
+        render = engine._prompts.render_chat
+        engine._prompts.render_chat = lambda m: (threads.append(threading.current_thread()), render(m))[1]
+        long = engine.chat([{"role": "user", "content": "hello there, " * 5}], n=2, max_tokens=2, ignore_eos=True)
+        assert [len(done.token_ids) for done in await long] == [2, 2]
+        assert long[0].prompt == "hello there, " * 5
+        assert threads[0] is not threading.main_thread()
+        refused = engine.chat([{"role": "user", "content": "hello " * 40_000}])
+        with pytest.raises(PromptTooLongError, match="messages"):
+            await refused
 
     async def test_empty_text(self, engine):
         with pytest.raises(InvalidRequestError, match="prompt"):

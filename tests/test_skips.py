@@ -1,4 +1,4 @@
-"""The rule in conftest.py: what was not run fails the session, except a `gpu` test without CUDA."""
+"""The rule in conftest.py: what was not run fails the session, but for `gpu` without CUDA and `browser` without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RULE = Path(__file__).with_name("conftest.py").read_text()
 def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.delenv("CI", raising=False)
     pytester.makeconftest(RULE + "\nhas_cuda = lambda: False\n")
-    pytester.makeini("[pytest]\nmarkers = gpu\nasyncio_default_fixture_loop_scope = function")
+    pytester.makeini("[pytest]\nmarkers =\n gpu\n browser\nasyncio_default_fixture_loop_scope = function")
     return pytester
 
 
@@ -49,6 +49,13 @@ def test_a_gpu_test_without_cuda_may_be_skipped(session: pytest.Pytester) -> Non
     result = session.runpytest_inprocess("--no-unexpected-skips")
     result.assert_outcomes(passed=1, skipped=1)
     assert result.ret == pytest.ExitCode.OK
+
+
+def test_a_browser_test_may_be_skipped_but_not_in_ci(session: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.makepyfile("import pytest\n@pytest.mark.browser\ndef test(): pytest.skip('no Chromium')")
+    assert session.runpytest_inprocess("--no-unexpected-skips").ret == pytest.ExitCode.OK
+    monkeypatch.setenv("CI", "true")
+    assert session.runpytest_inprocess().ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_a_failure_stays_a_failure(session: pytest.Pytester) -> None:

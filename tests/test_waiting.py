@@ -118,7 +118,7 @@ class ByWaiter(Way):
 
     def wait(self, work: Work, waiter: Waiter | None = None) -> Awaitable[None]:
         completion: Completion[None] = Completion()
-        (waiter or self._waiter).watch(work, completion, None)
+        (waiter or self._waiter).watch(work, completion, lambda: None)
         return completion
 
     def engine_wait(self, work: Work) -> Awaitable[None]:
@@ -710,7 +710,7 @@ def test_waiter_settles_in_order_with_value_and_interval(waiter: Waiter) -> None
     works = [Work() for _ in range(3)]
     completions: list[Completion[int]] = [Completion() for _ in works]
     for i, (work, completion) in enumerate(zip(works, completions, strict=True)):
-        waiter.watch(work, completion, i, interval=lambda i=i: (10 * i, 10 * i + 5))
+        waiter.watch(work, completion, lambda i=i: i, interval=lambda i=i: (10 * i, 10 * i + 5))
     works[2].finish()
     works[1].finish()
     assert not completions[2].wait(0.02)
@@ -733,10 +733,10 @@ def test_waiter_survives_whatever_an_event_raises(waiter: Waiter) -> None:
     good.finish()
     done.finish()
     failed: list[Completion[None]] = [Completion(), Completion()]
-    waiter.watch(Exit(), failed[0], None)
-    waiter.watch(good, failed[1], None, interval=bad_interval)
+    waiter.watch(Exit(), failed[0], lambda: None)
+    waiter.watch(good, failed[1], lambda: None, interval=bad_interval)
     last: Completion[str] = Completion()
-    waiter.watch(done, last, "alive")
+    waiter.watch(done, last, lambda: "alive")
     assert last.wait(LONG) and last.result() == "alive"
     for completion, cause in zip(failed, (SystemExit, ZeroDivisionError), strict=True):
         with pytest.raises(DeviceError) as caught:
@@ -748,10 +748,10 @@ def test_close_ends_waits_of_a_device_that_never_answers() -> None:
     waiter, work = Waiter("closing waiter"), Work()
     completions: list[Completion[None]] = [Completion() for _ in range(3)]
     for completion in completions:
-        waiter.watch(work, completion, None)
+        waiter.watch(work, completion, lambda: None)
     waiter.close()
     late: Completion[None] = Completion()
-    waiter.watch(work, late, None)
+    waiter.watch(work, late, lambda: None)
     waiter.close()
     for completion in [*completions, late]:
         assert completion.wait(LONG)
@@ -770,7 +770,7 @@ def test_watching_while_closing_always_ends() -> None:
         for j, completion in enumerate(completions):
             if j == i % 20:
                 closing.start()
-            waiter.watch(work, completion, None)
+            waiter.watch(work, completion, lambda: None)
         closing.join()
         assert all(completion.wait(LONG) for completion in completions)
         work.finish()
@@ -783,7 +783,7 @@ def test_a_dropped_waiter_finishes_what_it_was_given_and_holds_nothing() -> None
 
     waiter, work, value = Waiter("dropped waiter"), Work(), Value()
     completion: Completion[Value] = Completion()
-    waiter.watch(work, completion, value)
+    waiter.watch(work, completion, lambda value=value: value)
     dropped = weakref.ref(waiter)
     del waiter
     assert dropped() is None
@@ -797,7 +797,7 @@ def test_an_idle_waiter_holds_nothing_of_its_last_wait(waiter: Waiter) -> None:
         pass
 
     work, completion, value = Work(), Completion[Value](), Value()
-    waiter.watch(work, completion, value)
+    waiter.watch(work, completion, lambda value=value: value)
     work.fail()
     assert completion.wait(LONG)
     last, last_value = weakref.ref(completion), weakref.ref(value)
@@ -1156,7 +1156,7 @@ def test_exit_does_not_hang_on_pending_waits() -> None:
             def query(self): return False
             def synchronize(self): threading.Event().wait()
         async def main():
-            waiter.watch(Never(), Completion(), None)
+            waiter.watch(Never(), Completion(), lambda: None)
             for wait in device_done(Never()), run_on_device(threading.Event().wait, device="cpu"):
                 asyncio.ensure_future(wait)
                 await asyncio.sleep(0)
@@ -1182,7 +1182,7 @@ def test_exit_beside_a_thread_in_torch() -> None:
             def query(self): return False
             def synchronize(self): compute(0.3)
         async def main():
-            for _ in range(2): waiter.watch(Computing(), Completion(), None)
+            for _ in range(2): waiter.watch(Computing(), Completion(), lambda: None)
             asyncio.ensure_future(run_on_device(compute, 0.6, device="cpu"))
             await asyncio.sleep(0)
         waiter = Waiter()

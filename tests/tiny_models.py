@@ -142,6 +142,10 @@ _CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4}),
     "falcon_alibi": ("FalconConfig", {"alibi": True, "new_decoder_architecture": False, "multi_query": True}),
+    "llama4": (
+        "Llama4TextConfig",
+        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 100},
+    ),
     "gptj": ("GPTJConfig", {"n_positions": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -169,6 +173,7 @@ REFUSED = {
     "mpt": "ALiBi",
     "bloom": "ALiBi",
     "falcon_alibi": "ALiBi",
+    "llama4": "attention in chunks",
     "gptj": "ignores AttentionInterface in transformers 5.17",
     "deepseek_v3": "keys and values of different head sizes",
 }

@@ -256,8 +256,6 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         """`stop`: strings, none of them empty."""
         self.matched: str | None = None
-        self.cut = 0
-        """Characters at the end of all pushed text that are not output: the match and what follows."""
         self._held = ""
         self._state = 0
         self._first = frozenset(text[0] for text in stop)
@@ -278,7 +276,6 @@ class StopStrings:
     def push(self, piece: str) -> str:
         """The text that may be shown now; nothing after a match."""
         if self.matched is not None:
-            self.cut += len(piece)
             return ""
         if self._state == 0 and self._first.isdisjoint(piece):
             return piece
@@ -290,9 +287,7 @@ class StopStrings:
             state = transitions[state].get(character, 0)
             if (found := self._found[state]) is not None:
                 self.matched, self._held = found, ""
-                start = index + 1 - len(found)
-                self.cut = len(text) - start
-                return text[:start]
+                return text[: index + 1 - len(found)]
         self._state = state
         shown = len(text) - self._depth[state]
         self._held = text[shown:]

@@ -79,7 +79,7 @@ def convert(path: Path, progress: Progress) -> Path:
         raise ModelLoadError(
             f"model={str(path)!r}: reading GGUF needs the package{'s' * (len(absent) > 1)} "
             f"{' and '.join(absent)}. "
-            'Run: pip install "interactive-infer[gguf]"'
+            "Run: pip install gguf accelerate"
         )
     progress("converting", 0.0)
     try:

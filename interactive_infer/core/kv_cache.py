@@ -146,10 +146,6 @@ class KVCache:
         self._num_clears += 1
         self._root = self._num_clears.to_bytes(16, "little")
 
-    def is_shared(self, page: int) -> bool:
-        """Whether writing to `page` would be seen by anybody but its one holder."""
-        return page in self._digest or self._refs[page] > 1
-
     def _forget(self, page: int) -> None:
         del self._index[self._digest.pop(page)]
 

@@ -6,8 +6,6 @@ refused here, by name and reason, instead of writing wrong text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from interactive_infer.core.attention.interface import running
+from interactive_infer.core.attention.interface import running, windows_up_to
 from interactive_infer.core.attention.sdpa import RowSpan
 from interactive_infer.core.rope import fixed_rope
-from interactive_infer.core.runner import LayerShape, Runner
+from interactive_infer.core.step import LayerShape, StepRunner
 from interactive_infer.errors import UnsupportedModelError
 
-# A window must be shorter than the check's texts to be seen at all; it is shrunk to this while the check runs.
+# A window must be shorter than the check's texts to be seen at all; longer ones are cut to this by the check.
 _WINDOW = 8
 # Three texts of unequal length, fed in three steps: whole, chunked with context before, and one token at a time.
 _STEPS = (((0, 0, 10), (1, 0, 17), (2, 0, 5)), ((0, 10, 11), (1, 17, 29), (2, 5, 6)), ((2, 6, 21),))
@@ -95,7 +93,7 @@ def pages_for_check(page_size: int) -> int:
 
 
 @torch.no_grad()
-def check_parity(model: PreTrainedModel, runner: Runner, page_size: int, vocab_size: int) -> float:
+def check_parity(model: PreTrainedModel, runner: StepRunner, page_size: int, vocab_size: int) -> float:
     """Compare packed, paged logits with the model's plain forward; returns the mean relative error.
 
     Uses the runner's first pages, so nothing else may run. Raises UnsupportedModelError when they differ.
@@ -104,7 +102,7 @@ def check_parity(model: PreTrainedModel, runner: Runner, page_size: int, vocab_s
     texts = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _LENGTHS]
     pages_each = pages_for_check(page_size) // len(_LENGTHS)
     tables = [list(range(1 + i * pages_each, 1 + (i + 1) * pages_each)) for i in range(len(texts))]
-    with _small_windows(model):
+    with windows_up_to(_WINDOW):
         with fixed_rope():
             reference = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
         if any(logits.isnan().any() for logits in reference):
@@ -144,26 +142,6 @@ def check_parity(model: PreTrainedModel, runner: Runner, page_size: int, vocab_s
             "of its own)",
         )
     return error
-
-
-@contextmanager
-def _small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shrink every sliding window to `_WINDOW` tokens within the block."""
-    holders: list[tuple[Any, int]] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            window = getattr(holder, "sliding_window", None)
-            if id(holder) not in seen and isinstance(window, int) and window > _WINDOW:
-                seen.add(id(holder))
-                holders.append((holder, window))
-    try:
-        for holder, _ in holders:
-            holder.sliding_window = _WINDOW
-        yield
-    finally:
-        for holder, window in holders:
-            holder.sliding_window = window
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> UnsupportedModelError:

@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from interactive_infer.core.attention.interface import running
 from interactive_infer.core.attention.sdpa import PagedSDPA, RowSpan
+from interactive_infer.core.decoder import FusedDecoder
 from interactive_infer.core.device import Device
+from interactive_infer.core.kernels.torch_ops import StepOps, store
 from interactive_infer.core.kv_cache import NULL_PAGE
-from interactive_infer.core.output import TokenLogprobs
-from interactive_infer.core.sampler import Sampled, Sampler, SamplingInputs, SamplingTable, penalized
-from interactive_infer.core.scheduler import Plan, Row
+from interactive_infer.core.own_forward import OwnForward, PackedStep
+from interactive_infer.core.sampler import Sampled, Sampler, SamplingInputs, SamplingTable
+from interactive_infer.core.scheduler import Plan
+from interactive_infer.core.step import History, LayerShape, StepResult, below_min_tokens, keep_table
 from interactive_infer.waiting import Completion
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Keys and values of one attention layer: heads and head size (the same for both)."""
-
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """A step's outcome on the host, one entry a row of the plan.
-
-    `token_ids` holds -1 where the row did not sample. `invalid` lists rows whose logits were not numbers. `logprobs`
-    maps the rows for which log-probabilities were computed to (chosen, rank, alternative ids, their values).
-    """
-
-    token_ids: list[int]
-    invalid: list[int]
-    logprobs: dict[int, tuple[float, int, list[int], list[float]]]
-
-    def logprobs_of(self, row: int, k: int | None) -> TokenLogprobs | None:
-        """What a row that asked for `k` alternatives gets; None when it asked for nothing."""
-        if k is None or row not in self.logprobs:
-            return None
-        logprob, rank, ids, values = self.logprobs[row]
-        return TokenLogprobs(logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +38,8 @@ class _Inputs:
     sampled_rows: list[int]
     sampled_slots: np.ndarray
     sampling: SamplingInputs | None
-    histories: list[tuple[int, list[int], list[int]]]
+    histories: list[History]
     num_rows: int
-
-
-class PackedStep:
-    """The attention of a running step: stores each layer's keys and values in its pool, then attends over pages."""
-
-    def __init__(
-        self,
-        layers: dict[nn.Module, int],
-        pools: list[tuple[torch.Tensor, torch.Tensor]],
-        write_to: torch.Tensor,
-        attention: PagedSDPA,
-    ) -> None:
-        self._layers = layers
-        self._pools = pools
-        self._write_to = write_to
-        self._attention = attention
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        keys, values = self._pools[self._layers[module]]
-        keys.flatten(0, 1).index_copy_(0, self._write_to, key[0].transpose(0, 1))
-        values.flatten(0, 1).index_copy_(0, self._write_to, value[0].transpose(0, 1))
-        out = self._attention(
-            query[0], keys, values, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
-        )
-        return out[None]
 
 
 class Runner:
@@ -110,7 +47,7 @@ class Runner:
 
     State on the device: one key and one value pool a layer, `[pages + 1, page_size, kv_heads, head_dim]` (page 0 is the
     null page); the last sampled token of every slot, which feeds the next step before the host has seen it; the
-    sampler's token counts.
+    sampler's token counts. A `core.step.StepRunner`.
     """
 
     def __init__(
@@ -119,6 +56,7 @@ class Runner:
         layers: dict[nn.Module, int],
         shapes: list[LayerShape],
         device: Device,
+        decoder: FusedDecoder | str,
         *,
         num_pages: int,
         page_size: int,
@@ -126,11 +64,10 @@ class Runner:
         vocab_size: int,
     ) -> None:
         self.page_size = page_size
-        self._model = model
+        self.decoder = decoder
         self._layers = layers
-        self._modules = frozenset(layers)
+        self._own_forward = OwnForward(model, layers)
         self._device = device
-        self._select_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         torch_device = device.torch_device
         # Zeros rather than uninitialized: masked positions still meet values, and 0 * NaN is NaN.
         sizes = [(num_pages + 1, page_size, shape.kv_heads, shape.head_dim) for shape in shapes]
@@ -141,6 +78,18 @@ class Runner:
         self._table = SamplingTable(max_batch_size, vocab_size)
         self._sampler = Sampler(vocab_size, max_batch_size, torch_device)
 
+    attention = "pages gathered, scaled_dot_product_attention"
+    """How attention is computed, in words."""
+
+    def launches(self) -> str:
+        """How steps are launched, in words."""
+        return "eager"
+
+    def layers(self) -> str:
+        """How layers are run, in words."""
+        reason = self.decoder if isinstance(self.decoder, str) else self.decoder.change()
+        return "fused" if reason is None else f"the model's own, since {reason}"
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the key and value pools."""
@@ -149,16 +98,22 @@ class Runner:
     def launch(self, plan: Plan) -> Completion[StepResult]:
         """Put a step on the device; returns at once."""
         inputs = self._prepare(plan)
-        return self._device.submit(lambda: self._execute(inputs))
+
+        def work() -> Callable[[], StepResult]:
+            result = self._execute(inputs)
+            return lambda: result
+
+        return self._device.submit(work)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
         index = torch.tensor(pages, device=self._device.torch_device)
 
-        def work() -> None:
+        def work() -> Callable[[], None]:
             for keys, values in self._pools:
                 keys.index_fill_(0, index, 0)
                 values.index_fill_(0, index, 0)
+            return lambda: None
 
         self._device.submit(work)
 
@@ -166,8 +121,7 @@ class Runner:
         """Let go of model, pools and state; nothing may be in flight."""
         self._pools = []
         self._layers = {}
-        self._modules = frozenset()
-        del self._model, self._sampler, self._last_token
+        del self._own_forward, self._sampler, self._last_token, self.decoder
 
     def _prepare(self, plan: Plan) -> _Inputs:
         rows, size = plan.rows, self.page_size
@@ -180,19 +134,10 @@ class Runner:
         spans: list[RowSpan] = []
         logits_at: list[int] = []
         sampled_rows: list[int] = []
-        histories: list[tuple[int, list[int], list[int]]] = []
+        histories = keep_table(self._table, rows)
         first = 0
         for index, row in enumerate(rows):
             sequence, start, count = row.sequence, row.start, row.count
-            if row.load_history:
-                self._table.release(row.slot)
-                self._table.assign(row.slot, sequence.params, tuple(sequence.stop_ids))
-                if penalized(sequence.params):
-                    prompt = sequence.token_ids[: sequence.prompt_length]
-                    histories.append((row.slot, prompt, sequence.token_ids[sequence.prompt_length :]))
-            elif sequence.params_dirty:
-                self._table.update(row.slot, sequence.params, tuple(sequence.stop_ids))
-            sequence.params_dirty = False
             if count == 1:
                 if row.from_device:
                     from_device.append(first)
@@ -223,7 +168,7 @@ class Runner:
         sampling, slots = None, np.array([rows[i].slot for i in sampled_rows], np.int64)
         if sampled_rows:
             positions_drawn = np.array([rows[i].start + rows[i].count for i in sampled_rows], np.int64)
-            forbid_stop = np.array([_below_min_tokens(rows[i]) for i in sampled_rows], bool)
+            forbid_stop = np.array([below_min_tokens(rows[i]) for i in sampled_rows], bool)
             sampling = self._table.rows(slots, positions_drawn, forbid_stop)
         return _Inputs(
             input_ids,
@@ -276,21 +221,27 @@ class Runner:
         belong to which pages; `logits_at` are indices into the tokens.
         """
         attention = PagedSDPA(spans, self.page_size, self._device.torch_device)
-        step = PackedStep(self._layers, self._pools, self._tensor(write_to), attention)
-        select: dict[str, torch.Tensor] = {}
-        if self._select_logits:  # 0 would mean all of them: a chunk that samples nothing asks for one
-            select["logits_to_keep"] = logits_at if logits_at.numel() else logits_at.new_zeros(1)
-        with running(step, self._modules):
-            output = self._model(
-                input_ids=input_ids[None],
-                position_ids=self._tensor(positions)[None],
-                # A mask of four dimensions is passed through as it is: none is built, and no packing is looked for.
-                attention_mask=torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
-                use_cache=False,
-                **select,
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits if select else logits.index_select(0, logits_at)
+        at, slots = self._tensor(positions), self._tensor(write_to)
+        decoder = self.decoder
+        if isinstance(decoder, str) or decoder.change() is not None:
+            step = PackedStep(self._layers, self._pools, partial(store, write_to=slots), attention)
+            return self._own_forward(step, input_ids, at, logits_at)
+
+        def attend(
+            layer: int,
+            query: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+            *,
+            scaling: float,
+            sliding_window: int | None,
+        ) -> torch.Tensor:
+            return attention(query, keys, values, scaling=scaling, sliding_window=sliding_window)
+
+        decoder.refresh()
+        ops = StepOps()
+        hidden = decoder.hidden(input_ids, at, slots, self._pools, attend, ops)
+        return decoder.logits(hidden.index_select(0, logits_at), ops)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)
@@ -313,9 +264,3 @@ def _logprobs(sampled: Sampled, rows: list[int]) -> dict[int, tuple[float, int, 
     if sampled.alternative_ids is not None and sampled.alternative_logprobs is not None:
         ids, values = sampled.alternative_ids.tolist(), sampled.alternative_logprobs.tolist()
     return {row: (chosen[i], ranks[i], ids[i], values[i]) for i, row in enumerate(rows) if ranks[i]}
-
-
-def _below_min_tokens(row: Row) -> bool:
-    """Whether the token that this row draws comes before `min_tokens` are reached."""
-    sequence = row.sequence
-    return bool(row.start + row.count - sequence.prompt_length < sequence.params.min_tokens)

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from interactive_infer.sampling import SamplingParams
+from interactive_infer.core.sampling_packed import PackedKey, arrays
+from interactive_infer.sampling import MAX_LOGPROBS, SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -27,7 +28,19 @@ Bools = npt.NDArray[np.bool_]
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, UNIFORM = range(7)
 """Rows of `SamplingInputs.reals`."""
 
-_GREEDY, _TOP_K, _PENALIZED, _LOGPROBS, _PROCESSED, _BIASED = range(6)
+GREEDY, TOP_K, PENALIZED, LOGPROBS, PROCESSED, SLOT = range(6)
+"""Rows of `PackedInputs.whole`."""
+
+_BIASED = SLOT  # the table's own sixth row: a slot knows its number
+
+_DRAWN, _FILTERED, _WITH_PENALTIES, _WITH_BIAS, _WITH_LOGPROBS = (1 << i for i in range(5))
+
+_SPARSE_ROOM = 64
+"""The least room for additions to single logits; it grows by factors of four, so that there are few layouts."""
+
+_LOGPROBS_ROOM = (0, 5, MAX_LOGPROBS)
+
+_PADDING = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5])  # of `reals`
 
 _PHILOX_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _PHILOX_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
@@ -106,10 +119,12 @@ class SamplingTable:
         self._vocab_size = vocab_size
         self._reals = np.zeros((6, max_batch_size))
         self._whole = np.zeros((6, max_batch_size), dtype=np.int64)
+        self._flags = np.zeros(max_batch_size, dtype=np.int64)
         self._seeds = np.zeros(max_batch_size, dtype=np.int64)
         nothing = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
         self._bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [nothing] * max_batch_size
         self._stop_ids = np.full((max_batch_size, 1), -1, dtype=np.int64)  # as wide as the longest; -1: no id
+        self._additions = np.zeros(max_batch_size, dtype=np.int64)  # the most that a slot can have
         self._occupied = np.zeros(max_batch_size, dtype=np.bool_)
 
     def assign(self, slot: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
@@ -147,6 +162,14 @@ class SamplingTable:
             params.logprobs_mode == "processed_logprobs",
             bool(params.logit_bias),
         )
+        filtered = not greedy and (top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+        self._flags[slot] = (
+            _DRAWN * (not greedy)
+            + _FILTERED * filtered
+            + _WITH_PENALTIES * penalized(params)
+            + _WITH_BIAS * bool(params.logit_bias)
+            + _WITH_LOGPROBS * (params.logprobs is not None)
+        )
         self._seeds[slot] = params.seed or 0
         bias = params.logit_bias or {}
         self._bias[slot] = (
@@ -160,9 +183,11 @@ class SamplingTable:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
+        self._additions[slot] = len(bias) + len(ids)
 
     def release(self, slot: int) -> None:
         self._occupied[slot] = False
+        self._additions[slot] = 0
 
     def rows(self, slots: Ints, positions: Ints, forbid_stop: Bools | None = None) -> SamplingInputs:
         """The inputs of a step whose row r draws token number `positions[r]` of the sequence in `slots[r]`.
@@ -173,19 +198,20 @@ class SamplingTable:
         reals = np.empty((UNIFORM + 1, len(slots)))
         np.take(self._reals, slots, axis=1, out=reals[:UNIFORM])
         whole = self._whole[:, slots]
-        greedy = whole[_GREEDY].astype(np.bool_)
+        greedy = whole[GREEDY].astype(np.bool_)
         all_greedy = bool(greedy.all())
         reals[UNIFORM] = 0.5 if all_greedy else uniforms(self._seeds[slots], positions)
-        logprobs = whole[_LOGPROBS]
-        asked, processed = logprobs >= 0, whole[_PROCESSED].astype(np.bool_)
+        logprobs = whole[LOGPROBS]
+        asked, processed = logprobs >= 0, whole[PROCESSED].astype(np.bool_)
         biased = whole[_BIASED].astype(np.bool_)
-        sparse_rows, sparse_ids, sparse_values = self._sparse(slots, biased, forbid_stop)
+        sparse = self._sparse(slots, biased, forbid_stop)
+        sparse_rows, sparse_ids, sparse_values = map(torch.from_numpy, sparse) if sparse else (None, None, None)
         return SamplingInputs(
             reals=torch.from_numpy(reals),
             slots=torch.from_numpy(np.array(slots, dtype=np.int64)),
             greedy=torch.from_numpy(greedy),
-            top_k=torch.from_numpy(whole[_TOP_K]),
-            penalty_rows=_indices(whole[_PENALIZED].astype(np.bool_)),
+            top_k=torch.from_numpy(whole[TOP_K]),
+            penalty_rows=_indices(whole[PENALIZED].astype(np.bool_)),
             sparse_rows=sparse_rows,
             sparse_ids=sparse_ids,
             sparse_values=sparse_values,
@@ -198,13 +224,60 @@ class SamplingTable:
             any_top_p=bool((reals[TOP_P] < 1.0).any()),
             any_repetition=bool((reals[REPETITION] != 1.0).any()),
             any_count_penalty=bool(reals[PRESENCE : FREQUENCY + 1].any()),
-            max_top_k=int(whole[_TOP_K].max(initial=0)),
+            max_top_k=int(whole[TOP_K].max(initial=0)),
             max_logprobs=int(logprobs.max(initial=0)),
         )
 
+    def packed_nbytes(self, rows: int) -> int:
+        """The most bytes that `pack` can need for `rows` padded rows, with the parameters as they are."""
+        return PackedKey(rows, sparse=_room(int(self._additions.sum()))).input_nbytes
+
+    def pack(
+        self, slots: Ints, positions: Ints, forbid_stop: Bools | None, rows: int, out: npt.NDArray[np.uint8]
+    ) -> PackedKey:
+        """`rows(slots, positions, forbid_stop)` for the sampler of a card, padded to `rows` rows, written into `out`.
+
+        `out`: contiguous, `packed_nbytes(rows)` bytes are enough; shorter is a ValueError. Padding is greedy, and its
+        slot is the one past the last.
+        """
+        count, end = len(slots), len(self._flags)
+        flags = self._flags[slots]
+        some = int(np.bitwise_or.reduce(flags, initial=0))
+        whole = self._whole[:, slots]
+        biased = whole[_BIASED].astype(np.bool_) if some & _WITH_BIAS else np.zeros(count, dtype=np.bool_)
+        sparse = self._sparse(slots, biased, forbid_stop) if some & _WITH_BIAS or forbid_stop is not None else None
+        most = int(whole[LOGPROBS].max()) if some & _WITH_LOGPROBS else None
+        key = PackedKey(
+            rows,
+            all_greedy=not some & _DRAWN,
+            filtered=bool(some & _FILTERED),
+            penalized=bool(some & _WITH_PENALTIES),
+            sparse=_room(len(sparse[0])) if sparse else 0,
+            logprobs=None if most is None else next(room for room in _LOGPROBS_ROOM if most <= room),
+        )
+        if key.input_nbytes > out.nbytes:
+            raise ValueError(f"out has {out.nbytes} bytes, and this step's sampling needs {key.input_nbytes}")
+        sections = arrays(out, key.input_sections)
+        reals = sections["reals"]
+        reals[:UNIFORM, :count] = self._reals[:, slots]
+        reals[UNIFORM, :count] = uniforms(self._seeds[slots], positions) if some & _DRAWN else 0.5
+        reals[:, count:] = _PADDING[:, None]
+        sections["whole"][:, :count] = whole
+        sections["whole"][:, count:] = [[1], [0], [0], [-1], [0], [end]]
+        sections["whole"][SLOT, :count] = slots
+        if sparse is None:
+            sections["sparse_start"][:] = 0
+        else:
+            order = np.argsort(sparse[0], kind="stable")
+            sections["sparse_start"][:] = np.searchsorted(sparse[0][order], np.arange(rows + 1))
+            sections["sparse_ids"][: len(order)] = sparse[1][order]
+            sections["sparse_values"][: len(order)] = sparse[2][order]
+        return key
+
     def _sparse(
         self, slots: Ints, biased: Bools, forbid_stop: Bools | None
-    ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    ) -> tuple[Ints, Ints, npt.NDArray[np.float32]] | None:
+        """Rows, token ids and values of the additions to single logits; a row's and id's may come twice."""
         row_parts: list[Ints] = []
         id_parts: list[Ints] = []
         value_parts: list[npt.NDArray[np.float32]] = []
@@ -220,12 +293,8 @@ class SamplingTable:
             id_parts.append(banned[rows, columns])
             value_parts.append(np.full(len(rows), -np.inf, dtype=np.float32))
         if not id_parts:
-            return None, None, None
-        return (
-            torch.from_numpy(np.concatenate(row_parts)),
-            torch.from_numpy(np.concatenate(id_parts)),
-            torch.from_numpy(np.concatenate(value_parts)),
-        )
+            return None
+        return np.concatenate(row_parts), np.concatenate(id_parts), np.concatenate(value_parts)
 
 
 def penalized(params: SamplingParams) -> bool:
@@ -235,3 +304,11 @@ def penalized(params: SamplingParams) -> bool:
 
 def _indices(mask: Bools) -> Tensor | None:
     return torch.from_numpy(np.flatnonzero(mask)) if mask.any() else None
+
+
+def _room(count: int) -> int:
+    """Room for `count` additions: 0, or a number of a short list."""
+    room = _SPARSE_ROOM if count else 0
+    while room < count:
+        room *= 4
+    return room

@@ -62,10 +62,6 @@ class Scheduler:
         self._slots = deque(range(max_batch_size))
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.paused)
-
-    @property
     def num_runnable(self) -> int:
         return len(self.waiting) + len(self.running)
 
@@ -105,20 +101,24 @@ class Scheduler:
         budget = self.max_step_tokens
         short_of_pages = False
 
-        for decoding in (True, False):
-            for sequence in tuple(self.running):
-                todo = sequence.num_todo
-                if todo == 0 or (todo == 1) != decoding or sequence.state is not State.RUNNING or budget == 0:
-                    continue
-                if not sequence.history_loaded and sequence.pending:
-                    continue  # its penalties were just switched on: the host must know every token first
-                count = min(todo, budget)
-                if not self._grow(sequence, sequence.num_planned + count, planned):
-                    short_of_pages = True
-                    continue
-                rows.append(self._row(sequence, count))
-                planned.add(sequence)
-                budget -= count
+        # Computed before any is planned or preempted: neither changes what another one has to do.
+        todos = [(sequence, sequence.num_todo) for sequence in self.running]
+        decoding = [pair for pair in todos if pair[1] == 1]
+        prefilling = [pair for pair in todos if pair[1] > 1]
+        for sequence, todo in (*decoding, *prefilling):
+            if budget == 0:
+                break
+            if sequence.state is not State.RUNNING:
+                continue  # it has just given its pages to another
+            if not sequence.history_loaded and sequence.pending:
+                continue  # its penalties were just switched on: the host must know every token first
+            count = min(todo, budget)
+            if not self._grow(sequence, sequence.num_planned + count, planned):
+                short_of_pages = True
+                continue
+            rows.append(self._row(sequence, count))
+            planned.add(sequence)
+            budget -= count
         num_decoding = sum(row.count == 1 for row in rows)
 
         # With no row, whoever was short of pages has given them up to an older one that waits. Nothing may be in flight
@@ -143,8 +143,9 @@ class Scheduler:
 
         if not rows:
             return None
-        rows.sort(key=lambda row: row.count > 1)  # stable: one-token rows first
         num_tokens = sum(row.count for row in rows)
+        if num_tokens > len(rows):
+            rows.sort(key=lambda row: row.count > 1)  # stable: one-token rows first
         return Plan(rows, num_tokens, num_tokens - num_decoding)
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[int]:
@@ -153,37 +154,39 @@ class Scheduler:
         Sequences that ended meanwhile drop theirs. Returns the indices of the rows whose sequence got a token.
         """
         advanced = []
+        size = self.cache.page_size
         for index, (row, token_id) in enumerate(zip(plan.rows, token_ids, strict=True)):
             sequence = row.sequence
             if row.samples:
                 sequence.pending -= 1
             if sequence.finished:
                 continue
-            if row.epoch == sequence.num_preemptions:
-                sequence.num_cached = max(sequence.num_cached, row.start + row.count)
             if row.samples:
                 sequence.token_ids.append(token_id)
                 advanced.append(index)
-            sequence.index_pages(self.cache)
+            if row.epoch == sequence.num_preemptions:
+                sequence.num_cached = max(sequence.num_cached, row.start + row.count)
+                if sequence.num_cached // size > sequence.num_indexed:
+                    sequence.index_pages(self.cache)
         return advanced
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _row(self, sequence: Sequence, count: int) -> Row:
-        start = sequence.num_planned
+        start, known, size = sequence.num_planned, len(sequence.token_ids), self.cache.page_size
         end = start + count
-        samples = end == sequence.length
+        samples = end == known + sequence.pending
         row = Row(
             sequence,
             start,
             count,
             samples,
-            from_device=end > len(sequence.token_ids),
-            write_from=sequence.num_indexed * self.cache.page_size,
-            pages=sequence.pages[: self.cache.pages_for(end)],
-            slot=sequence.slot,
-            load_history=not sequence.history_loaded,
-            epoch=sequence.num_preemptions,
+            end > known,
+            sequence.num_indexed * size,
+            sequence.pages[: -(-end // size)],
+            sequence.slot,
+            not sequence.history_loaded,
+            sequence.num_preemptions,
         )
         sequence.num_planned = end
         sequence.history_loaded = True
@@ -206,9 +209,9 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, tokens: int, planned: set[Sequence], *, admitting: bool = False) -> bool:
         """Pages for the first `tokens` tokens, taken from others if need be; False when there are none to take."""
-        missing = self.cache.pages_for(tokens) - len(sequence.pages)
-        if missing <= 0:
+        if tokens <= len(sequence.pages) * self.cache.page_size:
             return True
+        missing = self.cache.pages_for(tokens) - len(sequence.pages)
         while (pages := self.cache.allocate(missing)) is None:
             victim = self._victim(sequence, planned, admitting)
             if victim is None:

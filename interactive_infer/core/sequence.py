@@ -99,9 +99,10 @@ class Sequence:
     @property
     def num_todo(self) -> int:
         """Tokens the next step could process: 1 while decoding, more in prefill, 0 while the last are in flight."""
-        if self.pending and self.length >= self.max_length:
+        length = len(self.token_ids) + self.pending
+        if self.pending and length >= self.max_length:
             return 0
-        return self.length - self.num_planned
+        return length - self.num_planned
 
     @property
     def finished(self) -> bool:

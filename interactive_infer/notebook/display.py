@@ -24,6 +24,11 @@ WIDGET_RATE = 30.0
 """Most updates a second that a widget gets."""
 PLAIN_RATE = 5.0
 """Most updates a second where there are no widgets, and each carries the whole text."""
+# As the live view: lines break between words (JupyterLab breaks a `pre` anywhere), letters as large as code.
+_PRE = (
+    "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; margin: 0;"
+    " line-height: 1.4; font-size: var(--jp-code-font-size, inherit)"
+)
 # Jupyter's server drops what a kernel publishes beyond 1,000 messages a second; other things publish too.
 _MESSAGES_PER_SECOND = 300.0
 # A timer that is later than this does not fire because nobody runs the loop: `generate_sync` drives.
@@ -76,7 +81,7 @@ def bundle(generation: Generation) -> dict[str, str]:
     return {
         "text/plain": _plain(generation),
         "text/html": (
-            f'<pre style="white-space: pre-wrap; margin: 0">{html.escape(generation.text)}</pre>'
+            f'<pre style="{_PRE}">{html.escape(generation.text)}</pre>'
             f'<div style="opacity: 0.6; font-size: smaller">{html.escape(status(generation))}</div>'
         ),
     }

@@ -258,8 +258,25 @@ def _claims(recording: Recording, window: Window) -> tuple[Intervals, NDArray[np
     return claims, label, words
 
 
+def lags_in(recording: Recording, window: Window) -> Records:
+    """The heartbeats that were late, or due, inside the window: also one that ran only after its end."""
+    lags = recording.lags
+    inside: Records = lags[(lags["at"] > window[0]) & (lags["at"] - lags["lag"] < window[1])]
+    return inside
+
+
+def awaiting_intervals(recording: Recording, window: Window) -> Intervals:
+    """When the engine's task awaited the device and the loop was free: AWAIT without `held_intervals`."""
+    awaits = recording.spans[recording.spans["phase"] == Phase.AWAIT]
+    free = complement(held_intervals(recording), *window)
+    return intersect(union(clip(intervals(awaits), *window)), free)
+
+
 def held_intervals(recording: Recording) -> Intervals:
-    """When the loop was 1 ms late or more: a heartbeat's delay, or an AWAIT's time after its step's end."""
+    """When the loop was 1 ms late or more: a heartbeat's delay, or an AWAIT's time after its step's end.
+
+    A lower bound: between two heartbeats (20 ms) nobody is waiting who would notice.
+    """
     lags, spans, steps = recording.lags, recording.spans, recording.steps
     beats = np.stack([lags["at"] - lags["lag"], lags["at"]], axis=1)
     awaits = spans[spans["phase"] == Phase.AWAIT]

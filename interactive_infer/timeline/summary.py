@@ -15,6 +15,7 @@ from interactive_infer.timeline.analysis import (
     find_bubbles,
     host_intervals,
     intersect,
+    lags_in,
     runnable_intervals,
     total,
 )
@@ -35,7 +36,8 @@ class Summary:
     steps, tokens, prompt_tokens: device steps that ended in the window, token ids they drew (a surplus token
         after a stop included), prompt tokens they took in; steps_per_s and tokens_per_s over the window.
     bubbles: in order of time.
-    lag_*_ms: how late heartbeats in the window ran.
+    lag_*_ms: how late the heartbeats were that were due in the window. Percentiles are of the nearest rank: values
+        that occurred.
     """
 
     device: str
@@ -91,7 +93,7 @@ class Summary:
         if self.busy_runnable is not None and self.busy_runnable - self.busy > 0.01:
             text += f" of the window ({percent(self.busy_runnable, 1)} of the time there was work)"
         if self.overlap is not None:
-            text += f", {percent(self.overlap)} of host work hidden (overlap)"
+            text += f", {percent(self.overlap)} of host work hidden"
         largest = self.largest_bubble
         return f"{text}; largest bubble {largest}" if largest else f"{text}; no bubbles"
 
@@ -137,8 +139,9 @@ def summarize(recording: Recording, window: Window, *, device: str = "device", s
     host = host_intervals(recording, window)
     runnable = runnable_intervals(recording, window)
     steps = recording.steps[(recording.steps["end"] > t0) & (recording.steps["end"] <= t1)]
-    lags = recording.lags["lag"][(recording.lags["at"] > t0) & (recording.lags["at"] <= t1)] / 1e6
-    p50, p99, worst = np.percentile(lags, [50, 99, 100]).tolist() if len(lags) else (None, None, None)
+    lags = lags_in(recording, window)["lag"] / 1e6
+    ranks = np.percentile(lags, [50, 99, 100], method="inverted_cdf").tolist() if len(lags) else (None, None, None)
+    p50, p99, worst = ranks
     return Summary(
         device=device,
         source=source,

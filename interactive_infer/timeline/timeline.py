@@ -6,7 +6,7 @@ import sys
 from os import PathLike
 from typing import TYPE_CHECKING, Self
 
-from interactive_infer.errors import InvalidRequestError
+from interactive_infer.errors import InvalidRequestError, MissingPackageError
 from interactive_infer.timeline import trace
 from interactive_infer.timeline.analysis import window_of
 from interactive_infer.timeline.recorder import Recorder, Span
@@ -51,8 +51,18 @@ class Timeline:
         Args:
             last: as in `summary`.
             theme: "light" or "dark".
+
+        Raises MissingPackageError where matplotlib is not installed.
         """
-        from interactive_infer.timeline.figure import draw
+        try:
+            from interactive_infer.timeline.figure import draw
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "matplotlib":
+                raise
+            raise MissingPackageError(
+                "the figure is drawn with matplotlib, which is not installed: pip install matplotlib, or install this "
+                "package with its [notebook] extra. summary() and save() do without"
+            ) from error
 
         recording = self.recorder.snapshot()
         window = window_of(recording, last)

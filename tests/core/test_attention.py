@@ -98,7 +98,7 @@ def test_paged_attention_is_dense_attention(
     dim, heads = 8, kv_heads * group
     generator = torch.Generator().manual_seed(seed)
     pool = Pool([start + count for start, count in rows], page_size, kv_heads, dim, seed)
-    query = torch.randn(heads, sum(count for _, count in rows), dim, generator=generator)
+    query = torch.randn(sum(count for _, count in rows), heads, dim, generator=generator)
     sinks = torch.randn(heads, generator=generator) if with_sinks else None
     spans, first = [], 0
     for (start, count), pages in zip(rows, pool.pages, strict=True):
@@ -109,10 +109,10 @@ def test_paged_attention_is_dense_attention(
     for window in windows:  # layers of one model differ in their windows, and share the step's attention
         options = {"scaling": scaling, "sliding_window": window, "softcap": softcap, "sinks": sinks}
         ours = attention(query, pool.pool_k, pool.pool_v, **options)
-        assert ours.shape == (query.shape[1], heads, dim)
+        assert ours.shape == query.shape
         for span, k, v in zip(spans, pool.k, pool.v, strict=True):
             tokens = slice(span.first, span.first + span.count)
-            expected = dense(query[:, tokens], k, v, span.start, **options)
+            expected = dense(query[tokens].transpose(0, 1), k, v, span.start, **options)
             torch.testing.assert_close(ours[tokens].double(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pool.pool_k, before[0])
     assert torch.equal(pool.pool_v, before[1])
@@ -120,19 +120,21 @@ def test_paged_attention_is_dense_attention(
 
 def gathered(rows: list[tuple[int, int]], page_size: int, window: int | None) -> int:
     """Pages that one layer gathers for such a step."""
-    pool = Pool([start + count for start, count in rows], page_size, 1, 4, seed=0)
     spans, first = [], 0
-    for (start, count), pages in zip(rows, pool.pages, strict=True):
-        spans.append(RowSpan(first, count, start, pages))
+    for start, count in rows:
+        spans.append(RowSpan(first, count, start, range(1, 1 + math.ceil((start + count) / page_size))))
         first += count
-    return sum(group.table.numel() for group in PagedSDPA(spans, page_size, CPU)._group(window))
+    return sum(group.table.numel() for group in PagedSDPA(spans, page_size, CPU)._group(window, 1, torch.float32))
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_no_more_is_gathered_than_is_needed(page_size: int) -> None:
-    lengths = [3, 5, 30, 31, 200, 210, 1000]
+    lengths = [300, 500, 3000, 3100, 20_000, 21_000, 100_000]
     needed = sum(math.ceil((length + 1) / page_size) for length in lengths)
     assert gathered([(length, 1) for length in lengths], page_size, None) <= 1.2 * needed
+    assert (
+        gathered([(length, 1) for length in (1, 20, 60, 130)], page_size, None) <= (2 + 21 + 61 + 131 + 256) / page_size
+    )
     window = 8
     most = math.ceil((window - 1) / page_size) + 1
     assert gathered([(1000, 1)] * 5, page_size, window) <= 5 * most
@@ -143,15 +145,22 @@ def test_no_more_is_gathered_than_is_needed(page_size: int) -> None:
 def test_rows_of_like_length_are_attended_in_one_call() -> None:
     pool = Pool([33] * 8, 16, 1, 4, seed=0)
     spans = [RowSpan(i, 1, 32, pages) for i, pages in enumerate(pool.pages)]
-    (group,) = PagedSDPA(spans, 16, CPU)._group(None)
+    (group,) = PagedSDPA(spans, 16, CPU)._group(None, 1, torch.float32)
     assert group.rows == 8
     assert group.tokens is None, "in order already: nothing to reorder"
+
+
+def test_short_rows_are_attended_in_one_call_in_any_order() -> None:
+    pool = Pool([40, 3, 25], 16, 1, 4, seed=0)
+    spans = [RowSpan(i, 1, length - 1, pool.pages[i]) for i, length in enumerate([40, 3, 25])]
+    (group,) = PagedSDPA(spans, 16, CPU)._group(None, 1, torch.float32)
+    assert group.tokens is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_to_float32(dtype: torch.dtype) -> None:
     pool = Pool([50, 17, 33], 16, 2, 16, seed=3)
-    query = torch.randn(4, 2 + 1 + 1, 16, generator=torch.Generator().manual_seed(3))
+    query = torch.randn(2 + 1 + 1, 4, 16, generator=torch.Generator().manual_seed(3))
     spans = [RowSpan(0, 2, 48, pool.pages[0]), RowSpan(2, 1, 16, pool.pages[1]), RowSpan(3, 1, 32, pool.pages[2])]
     for softcap in (None, 5.0):
         options = {"scaling": None, "sliding_window": 20, "softcap": softcap, "sinks": None}

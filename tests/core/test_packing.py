@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from interactive_infer.core.attention.interface import running
-from interactive_infer.core.packing import pack_linears
+from interactive_infer.core.packing import PackedLinear, pack_linears
 from tests.tiny_models import tiny_model
 
 
@@ -24,19 +24,45 @@ def model():
     return tiny_model("llama").to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 @pytest.mark.parametrize("bias", [False, True])
-def test_same_numbers_in_a_step(tokens, bias):
+def test_same_numbers_in_a_step(tokens, bias, dtype):
     holder = nn.Module()
-    holder.linear = nn.Linear(64, 96, bias=bias).to(torch.bfloat16)
-    x = torch.randn(1, tokens, 64).to(torch.bfloat16)
+    holder.linear = nn.Linear(64, 96, bias=bias).to(dtype)
+    x = torch.randn(1, tokens, 64).to(dtype)
     with torch.no_grad():
         plain = holder.linear(x)
         undo = pack_linears(holder)
         with running(NoAttention()):
             packed = holder.linear(x)
     undo()
-    assert torch.allclose(packed.float(), plain.float(), rtol=2e-2, atol=2e-2)
+    close = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert torch.allclose(packed.float(), plain.float(), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 40])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_layers_of_one_input_are_one(tokens, bias, dtype):
+    linears = [nn.Linear(64, out, bias=bias).to(dtype) for out in (96, 32, 32)]
+    x = torch.randn(tokens, 64).to(dtype)
+    packed = PackedLinear(linears)
+    close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for _ in range(2):
+        plain = torch.cat([linear(x) for linear in linears], dim=-1)
+        torch.testing.assert_close(packed(x), plain, **close)
+        linears[1].weight.neg_()  # seen once it is asked for
+        if bias:
+            linears[2].bias.add_(1)
+        packed.refresh()
+
+
+def test_what_was_not_written_to_is_not_packed_again(monkeypatch):
+    packed = PackedLinear([nn.Linear(8, 8)])
+    monkeypatch.setattr(packed, "_pack", lambda: pytest.fail("packed again"))
+    packed.refresh()
 
 
 def test_only_in_a_step_and_only_while_the_weight_is_unchanged(model):
@@ -67,9 +93,10 @@ def test_the_owner_can_still_train(model):
 
 
 def test_other_dtypes_are_left_alone():
-    model = tiny_model("llama")
-    pack_linears(model)()
+    model = tiny_model("llama").to(torch.float64)
+    undo = pack_linears(model)
     assert "forward" not in model.lm_head.__dict__
+    undo()
 
 
 def test_no_cycle_keeps_a_packed_model(model):

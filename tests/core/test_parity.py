@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from interactive_infer import Engine
+from interactive_infer import Engine, assembly
 from interactive_infer.core import runner
 from interactive_infer.core.attention.sdpa import PagedSDPA, RowSpan
-from interactive_infer.core.runner import PackedStep
+from interactive_infer.core.kernels import torch_ops
 from interactive_infer.errors import DeviceError, UnsupportedModelError
 from tests.tiny_models import REFUSED, VOCAB_SIZE, WINDOW, tiny_model
 
@@ -36,6 +37,7 @@ MODELS = (
     "mixtral",
     "gpt_oss",
 )
+FUSED = ("llama", "qwen2", "qwen3", "mistral")
 PAGE = 4
 STEP_TOKENS = 12
 NEW = 20
@@ -44,7 +46,7 @@ NEAR_TIE = 1e-4
 # reference changes its frequencies at 16 tokens, half-way through a text; longer prompts keep it on one side.
 LENGTHS = {"phi3_longrope": (31, 18, 25, 17)}
 DEFAULT_LENGTHS = (27, 5, 13, 1)
-ATTEND = PackedStep.attend
+ATTEND = PagedSDPA.__call__
 
 
 @dataclasses.dataclass
@@ -138,8 +140,15 @@ async def tokens_of(generation: Any, count: int) -> None:
             return
 
 
-@pytest.mark.parametrize("name", MODELS)
-async def test_greedy_parity(name: str, tally: Tally) -> None:
+def not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on models run through their own forward."""
+    monkeypatch.setattr(assembly, "fuse", lambda *_, **__: "the test wants it so")
+
+
+@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in MODELS), *((name, True) for name in FUSED)])
+async def test_greedy_parity(name: str, fused: bool, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:
+        not_fused(monkeypatch)
     model = tiny_model(name)
     prompts = prompts_for(name)
     references = [generate(model, prompt) for prompt in prompts]
@@ -147,6 +156,7 @@ async def test_greedy_parity(name: str, tally: Tally) -> None:
         assert model.config.sliding_window == WINDOW < min(map(len, prompts)) + NEW
 
     async with await load(model) as engine:
+        assert (engine._parts.runner.layers() == "fused") == fused
         # Unequal lengths in one batch, joined at different steps, the longest one prefilled in chunks.
         assert len(prompts[0]) > STEP_TOKENS
         generations = [greedy(engine, prompts[0])]
@@ -238,7 +248,7 @@ async def test_a_model_that_would_be_wrong_is_refused_by_name_and_stays_as_it_wa
 def without(argument: str) -> Callable[..., Any]:
     """Our attention with one of its arguments forgotten."""
 
-    def attend(self: PackedStep, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend(self: PagedSDPA, *args: Any, **kwargs: Any) -> torch.Tensor:
         return ATTEND(self, *args, **{**kwargs, argument: None})
 
     return attend
@@ -246,7 +256,7 @@ def without(argument: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [("gemma2", "scaling"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("mistral", "sliding_window")],
+    [("gemma2", "scaling"), ("gemma2", "softcap"), ("gpt_oss", "sinks"), ("mistral", "sliding_window")],
 )
 async def test_the_check_at_load_finds_an_attention_that_forgets(
     name: str, argument: str, monkeypatch: pytest.MonkeyPatch
@@ -256,11 +266,34 @@ async def test_the_check_at_load_finds_an_attention_that_forgets(
         for holder in (model.config, *(module for module in model.modules() if hasattr(module, "sliding_window"))):
             holder.sliding_window = 200
     await (await load(model)).close()
-    monkeypatch.setattr(PackedStep, "attend", without(argument))
+    monkeypatch.setattr(PagedSDPA, "__call__", without(argument))
     with pytest.raises(UnsupportedModelError, match=repr(model.config.model_type)):
         await load(model)
     if argument == "sliding_window":
         assert model.config.sliding_window == 200
+
+
+async def test_the_check_at_load_disturbs_nobody_who_uses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mistral")
+    for holder in (model.config, *(module for module in model.modules() if hasattr(module, "sliding_window"))):
+        holder.sliding_window = 200  # the check cuts it
+    input_ids = torch.tensor([prompts_for("mistral")[0]])
+
+    @torch.no_grad()
+    def forward() -> torch.Tensor:
+        return model(input_ids).logits
+
+    expected, beside = forward(), []
+
+    def attend(self: PagedSDPA, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not beside:
+            with ThreadPoolExecutor(1) as owner:
+                beside.append(owner.submit(forward).result())
+        return ATTEND(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedSDPA, "__call__", attend)
+    await (await load(model)).close()
+    assert torch.equal(beside[0], expected)
 
 
 async def test_the_check_at_load_finds_texts_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,3 +424,29 @@ async def test_smollm2_on_real_prompts(tally: Tally, monkeypatch: pytest.MonkeyP
             completion = await generation
             prompt = list(generation.prompt_token_ids)
             tally.compare(f"SmolLM2, {text!r}", completion.token_ids, generate(model, prompt, 24))
+
+
+async def test_a_fused_forward_that_is_wrong_gives_way_to_the_models_own(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    wrong = staticmethod(lambda gate_up, weight: gate_up.chunk(2, -1)[0] @ weight.T)
+    monkeypatch.setattr(torch_ops.StepOps, "silu_mul_linear", wrong)
+    model, prompt = tiny_model("llama"), prompts_for("llama")[0]
+    async with await load(model) as engine:
+        assert "its logits differ" in engine._parts.runner.layers()
+        tally.compare("wrong when fused", (await greedy(engine, prompt)).token_ids, generate(model, prompt))
+
+
+async def test_a_hook_is_called_while_the_engine_writes(tally: Tally) -> None:
+    model, prompt = tiny_model("llama"), prompts_for("llama")[0]
+    reference = generate(model, prompt)
+    async with await load(model) as engine:
+        generation = greedy(engine, prompt)
+        await tokens_of(generation, 5)
+        seen: list[int] = []
+        handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+        await tokens_of(generation, 12)
+        handle.remove()
+        assert 3 <= len(seen) < NEW
+        tally.compare("hooked half-way", (await generation).token_ids, reference)
+        assert engine._parts.runner.layers() == "fused"

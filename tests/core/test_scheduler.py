@@ -26,9 +26,9 @@ from interactive_infer.core import kv_cache
 from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import NULL_PAGE, KVCache
 from interactive_infer.core.output import Output
-from interactive_infer.core.runner import StepResult
 from interactive_infer.core.scheduler import Plan, Row, Scheduler
 from interactive_infer.core.sequence import Sequence, State
+from interactive_infer.core.step import StepResult
 from interactive_infer.errors import DeviceError
 from interactive_infer.sampling import SamplingParams
 from interactive_infer.timeline.recorder import Recorder
@@ -145,7 +145,8 @@ class Device:
         text, size = self.texts[row.sequence], self.cache.page_size
         for position in range(max(row.start, row.write_from), row.start + row.count):
             page = row.pages[position // size]
-            assert not self.cache.is_shared(page), "a shared page is written"
+            assert page not in self.cache._digest, "a page is written that the index offers"
+            assert self.cache._refs[page] == 1, "a shared page is written"
             assert self.held_by[page] == {row.sequence}, "a page is written that another sequence holds"
             context = [self._at(row, p) for p in range(position) if p < row.start]
             weights = min([self.weights, *(entry[1] for entry in context if entry is not None)])
@@ -368,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in list(self.scheduler.paused):
             self.scheduler.resume(sequence)
         self.drain()
-        assert self.scheduler.num_unfinished == 0
+        assert not (self.scheduler.waiting or self.scheduler.running or self.scheduler.paused)
         for sequence in self.device.texts:
             if sequence.output.finish_reason == "length":
                 assert len(sequence.token_ids) == sequence.max_length

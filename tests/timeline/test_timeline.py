@@ -153,6 +153,17 @@ def test_show_prints_outside_of_ipython(
     assert "CPU device busy" in capsys.readouterr().out
 
 
+def test_a_figure_without_matplotlib_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import interactive_infer, interactive_infer.timeline as t\n"
+        "try: t.Timeline().figure()\n"
+        "except interactive_infer.MissingPackageError as error: assert '[notebook] extra' in str(error), error\n"
+        "else: raise AssertionError('no error')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_importing_draws_in_nothing_heavy() -> None:
     code = (
         "import sys, interactive_infer.timeline as t; t.Timeline().summary(); "

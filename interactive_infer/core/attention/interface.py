@@ -16,7 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    and_masks,
+    sliding_window_overlay,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _PREFIX = "interactive_infer_over_"
@@ -41,6 +46,7 @@ class _Current(threading.local):
 
     step: StepAttention | None = None
     modules: frozenset[nn.Module] | None = None
+    longest_window: int | None = None
 
 
 _current = _Current()
@@ -55,6 +61,19 @@ def running(step: StepAttention, modules: frozenset[nn.Module] | None = None) ->
         yield
     finally:
         _current.step, _current.modules = before
+
+
+@contextmanager
+def windows_up_to(tokens: int) -> Iterator[None]:
+    """Within the block, on this thread, sliding windows are no longer than `tokens`, inside a step and outside.
+
+    The model stays as it is: what is cut is the window that it passes to attention and mask functions.
+    """
+    before, _current.longest_window = _current.longest_window, tokens
+    try:
+        yield
+    finally:
+        _current.longest_window = before
 
 
 def in_step() -> bool:
@@ -104,7 +123,9 @@ def _register(original: str) -> None:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        step, modules = _current.step, _current.modules
+        step, modules, longest = _current.step, _current.modules, _current.longest_window
+        if longest is not None and kwargs.get("sliding_window") is not None:
+            kwargs["sliding_window"] = min(kwargs["sliding_window"], longest)
         if step is not None and (modules is None or module in modules):
             return step.attend(module, query, key, value, **kwargs), None
         if original == "eager":
@@ -117,6 +138,10 @@ def _register(original: str) -> None:
     def mask(*args: Any, **kwargs: Any) -> Any:
         if _current.step is not None or original not in ALL_MASK_ATTENTION_FUNCTIONS:
             return None
+        longest = _current.longest_window
+        if longest is not None and (kwargs.get("local_size") or 0) > longest:
+            kwargs["local_size"] = longest
+            kwargs["mask_function"] = and_masks(kwargs["mask_function"], sliding_window_overlay(longest))
         return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
 
     AttentionInterface.register(_PREFIX + original, attention)

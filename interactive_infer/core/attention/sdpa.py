@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-# Rows decode together while the padded length of all is at most this many times what they really hold.
+# Rows decode together while the padded length of all is at most this many times what they really hold, or exceeds it by
+# so few keys that another call would cost more.
 _MAX_PADDING = 1.2
+_FREE_KEYS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,70 +35,78 @@ class RowSpan:
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Rows attended in one call. `tokens`: their indices in the step (`None`: all, in order); `table`: pages
-    `[rows * pages]`; `mask`: boolean `[rows or 1, 1, queries, keys]`, True where a query sees a key, or None."""
+    `[rows * pages]`; `mask`: `[rows or 1, 1, queries * group, keys]`, added to the scores (0, or -inf where a query
+    does not see a key), or None."""
 
-    tokens: torch.Tensor | None
+    tokens: Tensor | None
     rows: int
     queries: int
-    table: torch.Tensor
-    mask: torch.Tensor | None
+    table: Tensor
+    mask: Tensor | None
 
 
 class PagedSDPA:
-    """Attention of one step over per-layer page pools `[pages, page_size, kv_heads, head_dim]`."""
+    """Attention of one step over per-layer page pools `[pages, page_size, kv_heads, head_dim]`.
+
+    What depends on the step alone is worked out at the first layer of a kind (its window, its queries a key head) and
+    holds for all of that kind.
+    """
 
     def __init__(self, spans: Sequence[RowSpan], page_size: int, device: torch.device) -> None:
         self._spans = spans
         self._page_size = page_size
         self._device = device
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._groups: dict[tuple[int | None, int, torch.dtype], list[_Group]] = {}
 
     def __call__(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         *,
         scaling: float | None,
         sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`query` `[heads, tokens, head_dim]` over pools `keys`, `values`; returns `[tokens, heads, head_dim]`."""
-        heads, tokens, head_dim = query.shape
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`query` `[tokens, heads, head_dim]` over pools `keys`, `values`; returns the same shape."""
+        tokens, heads, head_dim = query.shape
         kv_heads = keys.shape[2]
-        by_token = query.transpose(0, 1)
-        groups = self._groups.get(sliding_window)
+        share = heads // kv_heads
+        kind = sliding_window, share, query.dtype
+        groups = self._groups.get(kind)
         if groups is None:
-            groups = self._groups[sliding_window] = self._group(sliding_window)
-        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+            groups = self._groups[kind] = self._group(*kind)
+        out = None
         for group in groups:
-            q = by_token if group.tokens is None else by_token.index_select(0, group.tokens)
+            q = query if group.tokens is None else query.index_select(0, group.tokens)
             # Grouped queries become more queries of one key head, so that keys are never repeated:
-            # [rows, queries, kv_heads, group, dim] -> [rows, kv_heads, queries * group, dim]
-            q = q.reshape(group.rows, group.queries, kv_heads, heads // kv_heads, head_dim)
-            q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)
+            # [rows, queries, kv_heads, share, dim] -> [rows, kv_heads, queries * share, dim]
+            if group.queries == 1:
+                q = q.reshape(group.rows, kv_heads, share, head_dim)
+            else:
+                q = q.reshape(group.rows, group.queries, kv_heads, share, head_dim).transpose(1, 2).flatten(2, 3)
             k = keys.index_select(0, group.table).view(group.rows, -1, kv_heads, head_dim).transpose(1, 2)
             v = values.index_select(0, group.table).view(group.rows, -1, kv_heads, head_dim).transpose(1, 2)
-            mask = group.mask
-            if mask is not None and group.queries > 1:
-                mask = mask.repeat_interleave(heads // kv_heads, dim=2)
             if softcap is None and sinks is None:
-                o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+                o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
             else:
-                o = _attention(q, k, v, mask, scaling, softcap, sinks, group.queries)
-            o = o.view(group.rows, kv_heads, group.queries, heads // kv_heads, head_dim)
-            o = o.permute(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
+                o = _attention(q, k, v, group.mask, scaling, softcap, sinks, group.queries)
+            if group.queries > 1:
+                o = o.unflatten(2, (group.queries, share)).transpose(1, 2)
+            o = o.reshape(-1, heads, head_dim)
             if group.tokens is None:
-                out = o
-            else:
-                out.index_copy_(0, group.tokens, o)
+                return o
+            if out is None:
+                out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+            out.index_copy_(0, group.tokens, o)
+        assert out is not None, "a step without tokens"
         return out
 
-    def _group(self, window: int | None) -> list[_Group]:
+    def _group(self, window: int | None, share: int, dtype: torch.dtype) -> list[_Group]:
         size = self._page_size
         decoding = [span for span in self._spans if span.count == 1]
-        groups = [self._prefill(span, window) for span in self._spans if span.count > 1]
+        groups = [self._prefill(span, window, share, dtype) for span in self._spans if span.count > 1]
 
         def first_page(span: RowSpan) -> int:
             return 0 if window is None else max(0, span.start + 1 - window) // size
@@ -107,26 +118,28 @@ class PagedSDPA:
         while decoding:
             held, take = 0, 0
             for span in decoding:
-                if num_pages(span) * (take + 1) > _MAX_PADDING * (held + num_pages(span)):
+                real = held + num_pages(span)
+                if num_pages(span) * (take + 1) > max(_MAX_PADDING * real, real + _FREE_KEYS // size):
                     break
-                held += num_pages(span)
-                take += 1
+                held, take = real, take + 1
             rows, decoding = decoding[:take], decoding[take:]
-            width = num_pages(rows[-1])
+            if take == len(self._spans):
+                rows.sort(key=lambda span: span.first)  # in the step's order there is nothing to reorder
+            width = max(map(num_pages, rows))
             table = np.zeros((take, width), np.int64)
             for r, span in enumerate(rows):
                 table[r, : num_pages(span)] = span.pages[first_page(span) :]
             position = np.array([span.start for span in rows])[:, None]
             offset = np.array([first_page(span) * size for span in rows])[:, None]
-            groups.append(self._make(rows, table, position, offset, window, queries=1))
+            groups.append(self._make(rows, table, position, offset, window, 1, share, dtype))
         return groups
 
-    def _prefill(self, span: RowSpan, window: int | None) -> _Group:
+    def _prefill(self, span: RowSpan, window: int | None, share: int, dtype: torch.dtype) -> _Group:
         size = self._page_size
         first_page = 0 if window is None else max(0, span.start + 1 - window) // size
         table = np.array(span.pages[first_page:], np.int64)[None]
         position = np.arange(span.start, span.start + span.count)[:, None]
-        return self._make([span], table, position, np.array([[first_page * size]]), window, queries=span.count)
+        return self._make([span], table, position, np.array([[first_page * size]]), window, span.count, share, dtype)
 
     def _make(
         self,
@@ -135,40 +148,44 @@ class PagedSDPA:
         position: np.ndarray,
         offset: np.ndarray,
         window: int | None,
-        *,
         queries: int,
+        share: int,
+        dtype: torch.dtype,
     ) -> _Group:
         key_position = offset + np.arange(table.shape[1] * self._page_size)[None]
-        seen = key_position <= position
+        hidden = key_position > position
         if window is not None:
-            seen &= key_position > position - window
+            hidden |= key_position <= position - window
         mask = None
-        if not seen.all():
-            mask = torch.from_numpy(seen).view(len(rows), 1, queries, -1).to(self._device)
+        if hidden.any():
+            if queries > 1:
+                hidden = hidden.repeat(share, axis=0)
+            flags = torch.from_numpy(hidden).view(len(rows), 1, -1, key_position.shape[1]).to(self._device)
+            mask = torch.zeros(flags.shape, dtype=dtype, device=self._device).masked_fill_(flags, float("-inf"))
         tokens = None
-        if not (len(rows) == len(self._spans) and [span.first for span in rows] == sorted(s.first for s in rows)):
+        if [span.first for span in rows] != [span.first for span in self._spans]:
             index = np.concatenate([np.arange(span.first, span.first + span.count) for span in rows])
             tokens = torch.from_numpy(index).to(self._device)
         return _Group(tokens, len(rows), queries, torch.from_numpy(table.reshape(-1)).to(self._device), mask)
 
 
 def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     queries: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention written out, for what `scaled_dot_product_attention` lacks: logit soft caps (Gemma 2) and attention
     sinks (gpt-oss: one more logit a head in the softmax's denominator)."""
     scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, k.shape[1], 1, -1).expand(q.shape[0], -1, queries, -1)
         scores = torch.cat([scores, sink.reshape(q.shape[0], k.shape[1], -1, 1)], dim=-1)

@@ -1,0 +1,133 @@
+"""A CUDA card as an engine's device: a stream, a thread that launches, a thread that waits, a clock."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from interactive_infer.core.device import WorkThread, as_failure
+from interactive_infer.errors import DeviceError
+from interactive_infer.timeline.clock import DeviceClock
+from interactive_infer.waiting import Completion, Waiter, device_error
+
+T = TypeVar("T")
+
+
+class CUDADevice:
+    """One stream of a card, into which one party at a time launches.
+
+    `submit` puts work on the stream and returns at once; the completion ends when the card is done with it. Long
+    launches (eager kernels, thousands of Python calls) are made by the launch thread. Short ones (a graph's replay) may
+    be made by the caller, `here`, while the launch thread has nothing: what was submitted first is launched first.
+    After a device-side fault every CUDA call of the process fails: the device is `lost`.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.stream = torch.cuda.Stream(torch_device)
+        self.clock = DeviceClock(_recorder(torch_device))
+        self._closed = False
+        self._lock = threading.Lock()
+        self._num_queued = 0
+        self._thread = WorkThread(f"interactive_infer launch {torch_device}")
+        self._waiter = Waiter(f"interactive_infer waiter {torch_device}")
+
+    def submit(self, work: Callable[[], Callable[[], T]], *, here: bool = False) -> Completion[T]:
+        """Call `work` with this device and stream current. It launches without waiting, and returns what reads its
+        result.
+
+        The completion ends with what that function returns once everything launched is done, or with what `work`
+        raised, or with a DeviceError if the card failed.
+        """
+        completion: Completion[T] = Completion()
+        if self._closed:
+            completion.set_exception(DeviceError("the device was closed"))
+            return completion
+        with self._lock:
+            here = here and self._num_queued == 0
+            if not here:
+                self._num_queued += 1
+        if here:
+            self._launch(work, completion)
+        else:
+            self._thread.put(partial(self._launch_queued, work, completion))
+        return completion
+
+    @property
+    def lost(self) -> bool:
+        try:
+            torch.cuda.current_stream(self.torch_device).query()
+        except torch.AcceleratorError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """End both threads, once what was submitted has been launched."""
+        self._closed = True
+        self._thread.close()
+        self._waiter.close()
+
+    def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
+        try:
+            self._launch(work, completion)
+        finally:
+            with self._lock:
+                self._num_queued -= 1
+
+    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
+        try:
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True, blocking=True)
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):
+                start.record()
+                read = work()
+                end.record()
+        except torch.OutOfMemoryError as error:
+            completion.set_exception(_out_of_memory(self.torch_device, error))
+        except torch.AcceleratorError as error:
+            completion.set_exception(device_error(error))
+        except BaseException as error:
+            completion.set_exception(as_failure(error))
+        else:
+            self._waiter.watch(end, completion, read, interval=partial(_interval, self.clock, start, end))
+
+
+def _interval(clock: DeviceClock, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
+    return clock.ns(start), clock.ns(end)
+
+
+def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> DeviceError:
+    torch.cuda.empty_cache()  # what others need may be there, in pieces of another size
+    free, total = torch.cuda.mem_get_info(device)
+    failure = DeviceError(
+        f"out of memory on {device} at a step's launch ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free): "
+        "free what your own work holds there, or load the engine with a smaller kv_cache_tokens or max_step_tokens"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _recorder(device: torch.device) -> Callable[[], torch.cuda.Event]:
+    stream = torch.cuda.Stream(device)
+
+    def record() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    return record
+
+
+def missing_for_kernels(device: torch.device) -> str | None:
+    """Why our kernels cannot run on this card; None when they can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the paged kernels need a card of compute capability 8.0, {device} has {major}.{minor}"
+    if importlib.util.find_spec("triton") is None:
+        return "the paged kernels need Triton, which is not installed (pip install triton)"
+    return None

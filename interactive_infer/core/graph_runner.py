@@ -1,0 +1,405 @@
+"""One step on a CUDA card: a copy in, a graph, sampling, a copy out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from interactive_infer.core.attention.batch import StepBatch
+from interactive_infer.core.attention.sdpa import RowSpan
+from interactive_infer.core.attention.triton_paged import paged_attention
+from interactive_infer.core.cuda import CUDADevice
+from interactive_infer.core.decoder import FusedDecoder, Ops
+from interactive_infer.core.device import WorkThread
+from interactive_infer.core.graphs import Graphs, Shape, Shapes
+from interactive_infer.core.kernels import triton_linear, triton_ops
+from interactive_infer.core.model_watch import ModelWatch
+from interactive_infer.core.own_forward import OwnForward, PackedStep
+from interactive_infer.core.sampler_triton import TritonSampler
+from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs, padding
+from interactive_infer.core.sampling_table import SamplingTable
+from interactive_infer.core.scheduler import Plan, Row
+from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
+from interactive_infer.core.step import LayerShape, StepResult, below_min_tokens, keep_table
+from interactive_infer.sampling import MAX_LOGPROBS
+from interactive_infer.waiting import Completion
+
+_OPS = cast(
+    Ops,
+    SimpleNamespace(
+        rms_norm=triton_ops.rms_norm,
+        add_rms_norm=triton_ops.add_rms_norm,
+        silu_mul=triton_ops.silu_mul,
+        rope_store=triton_ops.rope_store,
+        linear=triton_linear.linear,
+        silu_mul_linear=triton_linear.silu_mul_linear,
+    ),
+)
+
+_LOOK_EVERY_S = 0.05
+_SAMPLING_BYTES = 4 << 20
+"""Room for a step's sampling parameters: half a million entries of logit bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Pinned memory of one flight: what goes in, and what comes back."""
+
+    inputs: torch.Tensor  # int64, a `Layout`
+    sampling: torch.Tensor  # uint8, `PackedKey.input_sections`
+    drawn: torch.Tensor  # uint8, `PackedKey.output_sections`
+    inputs_array: Ints
+    sampling_array: np.ndarray
+    drawn_array: np.ndarray
+
+    @classmethod
+    def pinned(cls, inputs: int, sampling: int, drawn: int) -> _Buffers:
+        tensors = (
+            torch.zeros(inputs, dtype=torch.int64, pin_memory=True),
+            torch.zeros(sampling, dtype=torch.uint8, pin_memory=True),
+            torch.zeros(drawn, dtype=torch.uint8, pin_memory=True),
+        )
+        return cls(*tensors, *(tensor.numpy() for tensor in tensors))
+
+
+class GraphRunner:
+    """Puts planned steps on a card, most of them as replays of CUDA graphs.
+
+    State on the card: one key and one value pool a layer, `[pages + 1, page_size, kv_heads, head_dim]` (page 0 is the
+    null page); page tables and the last sampled token by slot; a step's inputs, logits and tokens; the sampler's state.
+    All of it belongs to one stream, on which steps run in order. Each flight has pinned buffers of its own.
+
+    A graph is captured from a shape that has run once. `capture_all` does so for every shape that steps come in; what
+    it was not asked for runs eagerly the first time, through the launch thread, and is captured on a thread meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: dict[nn.Module, int],
+        shapes: list[LayerShape],
+        device: CUDADevice,
+        decoder: FusedDecoder | str,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_length: int,
+        max_batch_size: int,
+        max_step_tokens: int,
+        vocab_size: int,
+        steps_in_flight: int,
+    ) -> None:
+        self.page_size = page_size
+        self._layers = layers
+        self._device = device
+        self._own_watch = ModelWatch(model)
+        self.decoder = decoder
+        self._own_forward = OwnForward(model, layers)
+        card = device.torch_device
+        sizes = [(num_pages + 1, page_size, shape.kv_heads, shape.head_dim) for shape in shapes]
+        self._pools = [
+            (torch.zeros(size, dtype=model.dtype, device=card), torch.zeros(size, dtype=model.dtype, device=card))
+            for size in sizes
+        ]
+        self._tables = PageTables(max_batch_size, -(-max_length // page_size))
+        self._page_table = torch.zeros((max_batch_size + 1, self._tables.width), dtype=torch.int32, device=card)
+        self._last_token = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=card)
+        self._logits = torch.zeros((max_batch_size, vocab_size), dtype=model.dtype, device=card)
+        self._table = SamplingTable(max_batch_size, vocab_size)
+        self._sampler = TritonSampler(vocab_size, max_batch_size, card)
+        self._shapes = Shapes(max_batch_size, max_step_tokens)
+        inputs = max(Layout(shape, page_size).size for shape in self._shapes.all())
+        drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
+        self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
+        self._sampling = torch.zeros(_SAMPLING_BYTES, dtype=torch.uint8, device=card)
+        self._drawn = torch.zeros(drawn, dtype=torch.uint8, device=card)
+        self._buffers = [_Buffers.pinned(inputs, _SAMPLING_BYTES, drawn) for _ in range(steps_in_flight + 1)]
+        self._turn = 0
+        self._change: str | None = None
+        self._look_again = 0.0
+        self._graphs = Graphs(card)
+        self._capturing = WorkThread(f"interactive_infer capture {card}")
+        self._asked: set[Shape | PackedKey] = set()
+        self._uncapturable: str | None = None
+        self._closed = False
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the key and value pools."""
+        return sum(k.nbytes + v.nbytes for k, v in self._pools)
+
+    @property
+    def attention(self) -> str:
+        """How attention is computed, in words."""
+        return "paged Triton kernels"
+
+    def layers(self) -> str:
+        """How layers are run, in words."""
+        reason = self.decoder if isinstance(self.decoder, str) else self.decoder.change()
+        return "fused" if reason is None else f"the model's own, since {reason}"
+
+    @property
+    def _watch(self) -> ModelWatch | FusedDecoder:
+        return self._own_watch if isinstance(self.decoder, str) else self.decoder
+
+    def launches(self) -> str:
+        """How steps are launched, in words."""
+        if (change := self._watch.change()) is not None:
+            return f"eager ({change})"
+        if self._uncapturable is not None:
+            return f"eager (its forward cannot be captured: {self._uncapturable})"
+        return f"{len(self._graphs)} CUDA graphs"
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: Plan) -> Completion[StepResult]:
+        """Put a step on the card; returns at once."""
+        rows = plan.rows
+        buffers = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        changed = self._changed()
+        exact = exact_shape(rows)
+        shape = exact if changed or self._uncapturable else self._shapes.choose(exact)
+        layout = Layout(shape, self.page_size)
+        leftover = fill(layout, buffers.inputs_array, rows, self._tables)
+        histories = keep_table(self._table, rows)
+        sampled = [index for index, row in enumerate(rows) if row.samples]
+        key = self._pack_sampling([rows[index] for index in sampled], buffers) if sampled else None
+        replayed = not changed and shape in self._graphs and (key is None or key in self._graphs)
+
+        def work() -> Callable[[], StepResult]:
+            self._inputs[: layout.size].copy_(buffers.inputs[: layout.size], non_blocking=True)
+            if leftover[0]:
+                self._change_page_table(*leftover)
+            for slot, prompt, output in histories:
+                self._sampler.load_history(slot, prompt, output)
+            self._run(shape, lambda: self._forward(layout, self._inputs, self._logits, changed), capture=not changed)
+            if key is None:
+                return lambda: StepResult([-1] * len(rows), [], {}, replayed)
+            self._sampling[: key.input_nbytes].copy_(buffers.sampling[: key.input_nbytes], non_blocking=True)
+            self._run(key, lambda: self._sample(key, self._sampling), capture=True)
+            nbytes = key.output_nbytes
+            buffers.drawn[:nbytes].copy_(self._drawn[:nbytes], non_blocking=True)
+            return lambda: _read(buffers.drawn_array, key, sampled, len(rows), replayed)
+
+        return self._device.submit(work, here=replayed and not leftover[0] and not histories)
+
+    def scrub(self, pages: list[int]) -> None:
+        """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
+
+        def work() -> Callable[[], None]:
+            index = torch.tensor(pages, device=self._device.torch_device)
+            for keys, values in self._pools:
+                keys.index_fill_(0, index, 0)
+                values.index_fill_(0, index, 0)
+            return lambda: None
+
+        self._device.submit(work)
+
+    def _changed(self) -> bool:
+        """Whether the model is not what was captured. Hooks are looked for at every step, what costs more (another
+        module, another weight) once in a while."""
+        now = time.monotonic()
+        if now > self._look_again:
+            self._look_again = now + _LOOK_EVERY_S
+            self._change = self._watch.change()
+        return self._change is not None or self._watch.hook() is not None
+
+    def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> PackedKey:
+        slots = np.array([row.slot for row in rows], np.int64)
+        positions = np.array([row.start + row.count for row in rows], np.int64)
+        forbid_stop = np.array([below_min_tokens(row) for row in rows], np.bool_)
+        return self._table.pack(
+            slots,
+            positions,
+            forbid_stop if forbid_stop.any() else None,
+            self._shapes.rows(len(rows)),
+            buffers.sampling_array,
+        )
+
+    def _change_page_table(self, at: list[int], to: list[int]) -> None:
+        card = self._device.torch_device
+        index, pages = torch.tensor(at, device=card), torch.tensor(to, dtype=torch.int32, device=card)
+        self._page_table.view(-1).index_copy_(0, index, pages)
+
+    @torch.no_grad()
+    def _run(self, key: Shape | PackedKey, work: Callable[[], object], *, capture: bool) -> None:
+        """Replay the graph of `key`; without one launch `work`, and have it captured, if it may be."""
+        if capture and key in self._graphs:
+            self._graphs.replay(key)
+            return
+        work()
+        if capture and key not in self._asked and self._uncapturable is None:
+            self._asked.add(key)
+            self._capturing.put(lambda: self._capture(key, work))
+
+    @torch.no_grad()
+    def _capture(self, key: Shape | PackedKey, work: Callable[[], object]) -> None:
+        if self._closed:
+            return
+        try:
+            self._graphs.capture(key, work)
+        except Exception as error:  # it goes on as it is, and `launches` says why
+            self._uncapturable = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+    @torch.no_grad()
+    def _forward(self, layout: Layout, inputs: torch.Tensor, logits: torch.Tensor, by_modules: bool) -> None:
+        """The forward of the step whose inputs lie in `inputs`; the first rows of `logits` are those wanted."""
+        sections = layout.tensors(inputs)
+        table = self._page_table
+        table.view(-1).index_copy_(0, sections["update_at"], sections["update_to"].to(torch.int32))
+        source = sections["source"]
+        input_ids = torch.where(source >= 0, self._last_token[source.clamp(min=0)], sections["ids"])
+        batch = layout.batch(sections, table)
+        if layout.shape.samples:
+            wanted = self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
+            logits[: layout.shape.samples].copy_(wanted)
+        else:
+            self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
+
+    def _logits_of(
+        self, input_ids: torch.Tensor, batch: StepBatch, logits_at: torch.Tensor, by_modules: bool
+    ) -> torch.Tensor:
+        """Logits `[len(logits_at), vocab_size]` of a packed batch."""
+        if not isinstance(self.decoder, str) and not by_modules:
+
+            def attend(
+                _: int,
+                query: torch.Tensor,
+                keys: torch.Tensor,
+                values: torch.Tensor,
+                *,
+                scaling: float,
+                sliding_window: int | None,
+            ) -> torch.Tensor:
+                return paged_attention(
+                    query,
+                    keys,
+                    values,
+                    batch,
+                    scaling=scaling,
+                    sliding_window=sliding_window,
+                    softcap=None,
+                    sinks=None,
+                )
+
+            hidden = self.decoder.hidden(input_ids, batch.positions, batch.write_to, self._pools, attend, _OPS)
+            return self.decoder.logits(hidden.index_select(0, logits_at), _OPS)
+        step = PackedStep(
+            self._layers,
+            self._pools,
+            partial(triton_ops.store, write_to=batch.write_to),
+            partial(paged_attention, batch=batch),
+        )
+        return self._own_forward(step, input_ids, batch.positions, logits_at)
+
+    def _sample(self, key: PackedKey, inputs: torch.Tensor) -> None:
+        self._sampler(
+            self._logits[: key.rows],
+            PackedInputs.views(inputs, key),
+            PackedOutputs.views(self._drawn, key),
+            self._last_token,
+        )
+
+    # -- before the first and after the last step ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: np.ndarray,
+        write_to: np.ndarray,
+        spans: list[RowSpan],
+        logits_at: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits `[len(logits_at), vocab_size]` of a packed batch, on this thread; as `Runner.forward`."""
+        card = self._device.torch_device
+        decodes = next((i for i, span in enumerate(spans) if span.count > 1), len(spans))
+        table = np.zeros((len(spans), self._tables.width), np.int32)
+        for row, span in enumerate(spans):
+            table[row, : len(span.pages)] = span.pages
+        ends = [span.first + span.count for span in spans[decodes:]]
+        batch = StepBatch(
+            num_decodes=decodes,
+            positions=torch.from_numpy(positions).to(card),
+            write_to=torch.from_numpy(write_to).to(card),
+            query_start=torch.tensor([decodes, *ends], device=card),
+            kv_len=torch.tensor([span.start + span.count for span in spans], device=card),
+            row_slot=torch.arange(len(spans), device=card),
+            page_table=torch.from_numpy(table).to(card),
+            page_size=self.page_size,
+        )
+        return self._logits_of(input_ids, batch, logits_at, False)
+
+    @torch.no_grad()
+    def capture_all(self, progress: Callable[[float], None]) -> None:
+        """Run each shape once, without a row, and capture it; then the usual kinds of sampling. Before the first step.
+
+        A model that cannot be captured is found out at the first shape.
+        """
+        shapes = self._shapes.all()
+        keys = [
+            PackedKey(shape.decodes, all_greedy=greedy, filtered=filtered)
+            for shape in shapes
+            if not shape.chunks
+            for greedy, filtered in ((True, False), (False, False), (False, True))
+        ]
+        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream):
+            for number, shape in enumerate(shapes):
+                layout = Layout(shape, self.page_size)
+                host = np.zeros(layout.size, np.int64)
+                fill(layout, host, [], self._tables)
+                self._inputs[: layout.size].copy_(torch.from_numpy(host))
+                work = partial(self._forward, layout, self._inputs, self._logits, False)
+                self._prepare(shape, work)
+                if self._uncapturable is not None:
+                    break
+                progress((number + 1) / (len(shapes) + 1))
+            for key in keys:
+                self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
+                self._prepare(key, partial(self._sample, key, self._sampling))
+        self._device.stream.synchronize()
+        progress(1.0)
+
+    def _prepare(self, key: Shape | PackedKey, work: Callable[[], None]) -> None:
+        work()
+        torch.cuda.current_stream().synchronize()
+        self._asked.add(key)
+        self._capture(key, work)
+
+    def close(self) -> None:
+        """Let go of model, pools, graphs and state; nothing may be in flight."""
+        self._closed = True
+        self._capturing.close()
+        if self._device.lost:
+            # torch records an event when it frees pinned memory, and ends the process where that fails.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
+        self._graphs.clear()
+        del self.decoder, self._own_watch, self._own_forward, self._sampler, self._buffers
+        del self._page_table, self._last_token, self._logits, self._inputs, self._sampling, self._drawn
+        self._pools, self._layers = [], {}
+
+
+def _read(host: np.ndarray, key: PackedKey, sampled: list[int], num_rows: int, graph: bool) -> StepResult:
+    """The result of a step of `num_rows` rows, of which `sampled` drew a token."""
+    drawn = Drawn.read(host, key, len(sampled))
+    tokens = drawn.token_ids.tolist()
+    if len(sampled) < num_rows:
+        spread = [-1] * num_rows
+        for row, token_id in zip(sampled, tokens, strict=True):
+            spread[row] = token_id
+        tokens = spread
+    logprobs = {sampled[index]: value for index, value in drawn.logprobs.items()}
+    return StepResult(tokens, [sampled[index] for index in drawn.invalid], logprobs, graph)

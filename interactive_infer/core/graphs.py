@@ -1,0 +1,121 @@
+"""CUDA graphs: which shapes there are, their capture, their replay.
+
+A step is padded to the next shape of a short list, so that a few graphs serve every batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_CHUNK_TOKENS = (64, 256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a packed step: `decodes` rows of one token, then `chunks` rows that share `chunk_tokens` tokens; `samples`
+    rows draw a token."""
+
+    decodes: int
+    chunks: int
+    chunk_tokens: int
+    samples: int
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.chunks
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.chunk_tokens
+
+
+class Shapes:
+    """The shapes that are captured, for steps of up to `max_batch_size` rows and `max_step_tokens` tokens."""
+
+    def __init__(self, max_batch_size: int, max_step_tokens: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._decodes = _up_to(_DECODES, max_batch_size)
+        # Beside chunks padding is cheap, so there are few: none, a few, as many as may be.
+        self._decodes_beside = sorted({0, *(n for n in (8, 32) if n < max_batch_size), max_batch_size})
+        self._chunk_tokens = _up_to(_CHUNK_TOKENS, max_step_tokens)
+
+    def choose(self, exact: Shape) -> Shape:
+        """The smallest shape that holds a step of shape `exact`."""
+        if not exact.chunks:
+            decodes = _at_least(self._decodes, exact.decodes)
+            return Shape(decodes, 0, 0, decodes)
+        most, tokens = self._max_batch_size, _at_least(self._chunk_tokens, exact.chunk_tokens)
+        return Shape(_at_least(self._decodes_beside, exact.decodes), most, tokens, most)
+
+    def rows(self, samples: int) -> int:
+        """Rows to which `samples` rows are padded for sampling."""
+        return _at_least(self._decodes, samples)
+
+    def all(self) -> list[Shape]:
+        """Every shape, the largest first: later captures then fit into memory that the first one took."""
+        most = self._max_batch_size
+        beside = [
+            Shape(decodes, most, tokens, most)
+            for tokens in reversed(self._chunk_tokens)
+            for decodes in reversed(self._decodes_beside)
+        ]
+        return beside + [Shape(decodes, 0, 0, decodes) for decodes in reversed(self._decodes)]
+
+
+class Graphs:
+    """Captured graphs by key. They share one memory pool, so they must be replayed on one stream, and what one leaves
+    behind must be consumed before the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def replay(self, key: Hashable) -> None:
+        """Launch the graph on the current stream; takes microseconds and allocates nothing."""
+        self._graphs[key].replay()
+
+    def capture(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Capture what `work` launches. It must have run once for real, so that kernels are compiled.
+
+        Takes tens of milliseconds: not for the loop's thread. Others may use the card meanwhile, from their threads:
+        the capture mode is thread-local. (`torch.cuda.graph` would collect garbage and stop the card first.)
+        """
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what went wrong in `work` is the error to be told
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            self._graphs[key] = graph
+
+    def clear(self) -> None:
+        """Free the graphs and their memory; none may be running."""
+        self._graphs.clear()
+
+
+def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:
+    return sorted({*(size for size in sizes if size < largest), largest})
+
+
+def _at_least(sizes: list[int], size: int) -> int:
+    return sizes[bisect.bisect_left(sizes, size)]

@@ -1,0 +1,176 @@
+"""What the host sends to a card for a step: one buffer, one copy.
+
+Everything is int64, which costs a few kilobytes and spares casts on the card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from interactive_infer.core.attention.batch import StepBatch
+from interactive_infer.core.graphs import Shape
+from interactive_infer.core.kv_cache import NULL_PAGE
+from interactive_infer.core.scheduler import Row
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each input of a step of `shape` lies in the buffer.
+
+    `ids`: token ids, `source`: the slot whose last sampled token is taken instead, -1 for none; `update_at`,
+    `update_to`: entries of the flattened page table that change and the pages they change to; `slots`: for each row its
+    slot; `logits_at`: the tokens whose logits are wanted, those of the rows that sample.
+    """
+
+    shape: Shape
+    page_size: int
+
+    @property
+    def updates(self) -> int:
+        """Page table entries that a step can change within its graph."""
+        return self.shape.rows + self.shape.tokens // self.page_size + 1
+
+    def sections(self) -> dict[str, int]:
+        shape = self.shape
+        return {
+            "ids": shape.tokens,
+            "source": shape.tokens,
+            "positions": shape.tokens,
+            "write_to": shape.tokens,
+            "query_start": shape.chunks + 1,
+            "kv_len": shape.rows,
+            "slots": shape.rows,
+            "logits_at": shape.samples,
+            "update_at": self.updates,
+            "update_to": self.updates,
+        }
+
+    @property
+    def size(self) -> int:
+        return sum(self.sections().values())
+
+    def arrays(self, buffer: Ints) -> dict[str, Ints]:
+        """Views of the sections in a host buffer."""
+        views, start = {}, 0
+        for name, size in self.sections().items():
+            views[name] = buffer[start : start + size]
+            start += size
+        return views
+
+    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Views of the sections in a device buffer."""
+        views, start = {}, 0
+        for name, size in self.sections().items():
+            views[name] = buffer[start : start + size]
+            start += size
+        return views
+
+    def batch(self, tensors: dict[str, Tensor], page_table: Tensor) -> StepBatch:
+        """What the kernels read of it."""
+        return StepBatch(
+            num_decodes=self.shape.decodes,
+            positions=tensors["positions"],
+            write_to=tensors["write_to"],
+            query_start=tensors["query_start"],
+            kv_len=tensors["kv_len"],
+            row_slot=tensors["slots"],
+            page_table=page_table,
+            page_size=self.page_size,
+        )
+
+
+class PageTables:
+    """The page tables that the card knows, by slot, so that only what is new is sent.
+
+    The card's table is `[num_slots + 1, width]`; the last row takes the writes of padding.
+    """
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        self.num_slots = num_slots
+        self.width = width
+        self._sent = [0] * num_slots
+
+    def updates(self, rows: list[Row]) -> tuple[list[int], list[int]]:
+        """Flat indices and pages that the card lacks for a step of `rows`; counts them as sent."""
+        at: list[int] = []
+        to: list[int] = []
+        sent, width = self._sent, self.width
+        for row in rows:
+            slot, pages = row.slot, row.pages
+            known = 0 if row.load_history else sent[slot]
+            if len(pages) > known:
+                at.extend(range(slot * width + known, slot * width + len(pages)))
+                to.extend(pages[known:])
+            sent[slot] = len(pages)
+        return at, to
+
+
+def exact_shape(rows: list[Row]) -> Shape:
+    """The shape of a step without padding. Rows of one token come first."""
+    decodes = sum(row.count == 1 for row in rows)
+    chunk_tokens = sum(row.count for row in rows[decodes:])
+    return Shape(decodes, len(rows) - decodes, chunk_tokens, sum(row.samples for row in rows))
+
+
+def fill(layout: Layout, buffer: Ints, rows: list[Row], tables: PageTables) -> tuple[list[int], list[int]]:
+    """Write a step's inputs into `buffer`; returns page table updates that did not fit in.
+
+    Padding writes to the null page, attends to nothing, and reads the page table of the slot past the last.
+    """
+    shape, size = layout.shape, layout.page_size
+    into = layout.arrays(buffer)
+    buffer[: layout.size] = 0
+    dummy = tables.num_slots
+    into["source"][:] = -1
+    into["slots"][:] = dummy
+    at, to = tables.updates(rows)
+    fits = min(len(at), layout.updates)
+    into["update_at"][:] = dummy * tables.width
+    into["update_at"][:fits] = at[:fits]
+    into["update_to"][:fits] = to[:fits]
+    decodes = sum(row.count == 1 for row in rows)
+    if decodes:
+        _fill_decodes(into, rows[:decodes], size)
+    logits_at = [index for index, row in enumerate(rows[:decodes]) if row.samples]
+    first = shape.decodes
+    into["query_start"][:] = first
+    for index, row in enumerate(rows[decodes:]):
+        end, stop = first + row.count, row.start + row.count
+        known = row.sequence.token_ids[row.start : stop]
+        into["ids"][first : first + len(known)] = known
+        if row.from_device:
+            into["source"][end - 1] = row.slot
+        position = np.arange(row.start, stop)
+        into["positions"][first:end] = position
+        pages = np.array(row.pages)[position // size]
+        stored = np.where(position >= row.write_from, pages, NULL_PAGE)
+        into["write_to"][first:end] = stored * size + position % size
+        into["query_start"][index + 1 :] = end
+        into["kv_len"][shape.decodes + index] = stop
+        into["slots"][shape.decodes + index] = row.slot
+        if row.samples:
+            logits_at.append(end - 1)
+        first = end
+    into["logits_at"][: len(logits_at)] = logits_at
+    return at[fits:], to[fits:]
+
+
+def _fill_decodes(into: dict[str, Ints], rows: list[Row], size: int) -> None:
+    n = len(rows)
+    start = np.array([row.start for row in rows])
+    slots = np.array([row.slot for row in rows])
+    from_device = np.array([row.from_device for row in rows])
+    into["slots"][:n] = slots
+    into["source"][:n] = np.where(from_device, slots, -1)
+    if not from_device.all():
+        into["ids"][:n] = [0 if row.from_device else row.sequence.token_ids[row.start] for row in rows]
+    into["positions"][:n] = start
+    into["kv_len"][:n] = start + 1
+    pages = np.array([row.pages[-1] if row.start >= row.write_from else NULL_PAGE for row in rows])
+    into["write_to"][:n] = pages * size + start % size

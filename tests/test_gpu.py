@@ -1,0 +1,315 @@
+"""The engine on a CUDA card: graphs, faults, memory, a loop that stays free. (Greedy parity: core/test_parity.py.)"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from interactive_infer import Engine, device_done
+from interactive_infer.errors import InferError
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+def model_on_card(name: str = "llama", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return tiny_model(name).to("cuda", dtype)
+
+
+async def load(model=None, **options) -> Engine:
+    options = {"kv_cache_tokens": 4096, "page_size": 16, "max_batch_size": 16, "max_step_tokens": 64} | options
+    return await Engine.load(model or model_on_card(), progress=False, freeze_gc=False, **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def settled(engine: Engine) -> None:
+    while engine._parts.flights.oldest is not None:
+        await asyncio.sleep(0.005)
+
+
+async def test_steps_are_replayed_from_graphs_and_say_so():
+    async with await load() as engine:
+        assert "CUDA graph" in engine.info().launches
+        await engine.generate(prompt(20), max_tokens=30, ignore_eos=True)
+        steps = engine.timeline.recorder.snapshot().steps
+        assert steps["graph"].all(), "no step was launched kernel by kernel"
+
+
+async def test_a_forward_hook_sees_every_step_and_only_real_tokens():
+    model = model_on_card()
+    async with await load(model) as engine:
+        plain = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
+        seen: list[int] = []
+        hook = model.model.layers[0].register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0].shape[1]))
+        hooked = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
+        assert "hook" in engine.info().launches
+        hook.remove()
+        after = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
+        assert hooked.token_ids == plain.token_ids == after.token_ids
+        assert len(seen) >= 8
+        assert sum(seen) <= 20 + 8
+        assert "hook" not in engine.info().launches
+
+
+async def test_graphs_and_single_launches_write_the_same_text():
+    model = model_on_card()
+    texts = []
+    for hooked in (False, True):
+        hook = model.register_forward_hook(lambda *_: None) if hooked else None
+        async with await load(model) as engine:
+            done = await asyncio.gather(
+                *(
+                    engine.generate(prompt(5 + 9 * i, i), max_tokens=24, temperature=0, ignore_eos=True)
+                    for i in range(6)
+                )
+            )
+            texts.append([completion.token_ids for completion in done])
+        if hook is not None:
+            hook.remove()
+    assert texts[0] == texts[1]
+
+
+async def test_seeded_sampling_does_not_depend_on_company():
+    async with await load() as engine:
+        params = dict(max_tokens=20, temperature=1.0, top_p=0.9, top_k=40, seed=7, ignore_eos=True)
+        alone = await engine.generate(prompt(12), **params)
+        others = [engine.generate(prompt(9, i), max_tokens=30, seed=i, ignore_eos=True) for i in range(9)]
+        again = await engine.generate(prompt(12), **params)
+        assert again.token_ids == alone.token_ids
+        for other in others:
+            await other
+
+
+async def test_logprobs_are_those_of_the_model():
+    model = model_on_card()
+    async with await load(model) as engine:
+        ids = prompt(11)
+        generation = engine.generate(ids, max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
+        done = await generation
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + list(done.token_ids)], device="cuda")).logits[0].float()
+        expected = torch.log_softmax(logits, -1)
+        for token in generation.tokens:
+            row = expected[len(ids) - 1 + token.index]
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-3)
+            best = row.topk(3)
+            assert [a.id for a in token.alternatives] == best.indices.tolist()
+
+
+async def test_cancel_pause_and_update_at_random_moments_lose_no_page():
+    rng = random.Random(3)
+    async with await load(kv_cache_tokens=1024) as engine:
+        cache = engine._parts.cache
+        for _ in range(40):
+            generations = [
+                engine.generate(prompt(rng.randint(1, 90), i), max_tokens=rng.randint(1, 40), ignore_eos=True)
+                for i in range(rng.randint(1, 12))
+            ]
+            for generation in generations:
+                await asyncio.sleep(rng.random() * 0.004)
+                action = rng.choice(["cancel", "pause", "update", "none"])
+                if action == "cancel":
+                    generation.cancel()
+                elif action == "pause":
+                    generation.pause()
+                    await asyncio.sleep(0)
+                    generation.resume()
+                elif action == "update":
+                    generation.update(temperature=0.5, top_p=0.8, repetition_penalty=1.1)
+            for generation in generations:
+                await generation
+            await settled(engine)
+            cache.check(held=[])
+            assert cache.num_held == 0
+
+
+async def test_capturing_beside_work_of_others():
+    """Allocation, event queries, synchronization and kernels on other threads while graphs are captured."""
+    stop, problems = threading.Event(), []
+
+    def others() -> None:
+        try:
+            stream = torch.cuda.Stream()
+            while not stop.is_set():
+                with torch.cuda.stream(stream):
+                    x = torch.randn(random.randint(1, 1 << 20), device="cuda")
+                    event = torch.cuda.Event()
+                    (x * 2).sum()
+                    event.record()
+                event.query()
+                event.synchronize()
+                torch.cuda.empty_cache()
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=others) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            async with await load() as engine:
+                a, b = await asyncio.gather(
+                    engine.generate(prompt(40), max_tokens=20, temperature=0, ignore_eos=True),
+                    engine.generate(prompt(40), max_tokens=20, temperature=0, ignore_eos=True),
+                )
+                assert a.token_ids == b.token_ids
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not problems
+
+
+async def test_the_loop_ticks_while_the_card_works():
+    """A coroutine gets many turns during one long step: the loop is not held until the card is done."""
+    async with await load() as engine:
+        stream, turns = engine._parts.device.stream, 0
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000_000)  # about half a second of the card's time
+        generation = engine.generate(prompt(8), max_tokens=2, ignore_eos=True)
+        reader = asyncio.ensure_future(generation.future())
+        while not reader.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 50
+
+
+async def test_two_engines_on_one_card():
+    async with await load() as one, await load() as two:
+        a = [one.generate(prompt(10, i), max_tokens=20, temperature=0, ignore_eos=True) for i in range(4)]
+        b = [two.generate(prompt(10, i), max_tokens=20, temperature=0, ignore_eos=True) for i in range(4)]
+        for first, second in zip(a, b, strict=True):
+            assert (await first).token_ids == (await second).token_ids
+
+
+async def test_close_gives_the_memory_back():
+    async with await load():  # what libraries keep for good is there after this
+        pass
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    model = model_on_card()
+    engine = await load(model, kv_cache_tokens=1 << 20)
+    await engine.generate(prompt(30), max_tokens=10, ignore_eos=True)
+    during = torch.cuda.mem_get_info()[0]
+    pools = engine.info().kv_cache_bytes
+    assert before - during >= pools > 50 << 20
+    freed = await engine.close()
+    assert freed >= pools
+    del model
+    gc.collect()
+    assert before - torch.cuda.mem_get_info()[0] < 32 << 20
+
+
+async def test_memory_comes_back_although_a_traceback_is_held():
+    async with await load():
+        pass
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    held = None
+    try:
+        engine = await load(kv_cache_tokens=1 << 20)
+        generation = engine.generate(prompt(30), max_tokens=1000, ignore_eos=True)
+        task = asyncio.ensure_future(generation.future())
+        await asyncio.sleep(0.02)
+        raise RuntimeError("an interrupted cell")
+    except RuntimeError as error:
+        held = error
+    await engine.close()
+    del engine, generation, task
+    assert held.__traceback__ is not None
+    assert before - torch.cuda.mem_get_info()[0] < 64 << 20
+
+
+async def test_too_large_a_cache_is_answered_with_numbers():
+    async with await load() as alive:
+        with pytest.raises(InferError, match="kv_cache_tokens") as caught:
+            await load(kv_cache_tokens=1 << 36)
+        assert "GiB" in str(caught.value)
+        assert alive.name in str(caught.value) or "other engine" in str(caught.value)
+        done = await alive.generate(prompt(8), max_tokens=4, ignore_eos=True)
+        assert len(done.token_ids) == 4
+
+
+async def test_device_done_is_not_behind_the_engine():
+    async with await load() as engine:
+        generation = engine.generate(prompt(8), max_tokens=400, ignore_eos=True)
+        for _ in range(10):
+            x = torch.randn(1000, device="cuda")
+            await device_done(x)
+        assert generation.state in ("running", "waiting")
+        generation.cancel()
+        await generation
+
+
+def test_a_device_side_assert_ends_every_generation():
+    """In a process of its own, whose CUDA context is lost."""
+    script = textwrap.dedent(
+        """
+        import asyncio, time, torch
+        from interactive_infer import Engine, DeviceError
+        from tests.tiny_models import tiny_model
+
+        async def main():
+            model = tiny_model("llama").cuda()
+            engine = await Engine.load(model, progress=False, kv_cache_tokens=4096, max_batch_size=4)
+            generations = [engine.generate([5, 6, 7], max_tokens=3000, ignore_eos=True) for _ in range(10)]
+            async for token in generations[0]:
+                if token.index == 5:
+                    break
+            torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")]
+            start = time.perf_counter()
+            async with asyncio.timeout(20):
+                ended = await asyncio.gather(*(g.future() for g in generations), return_exceptions=True)
+            print("seconds", time.perf_counter() - start)
+            assert all(isinstance(e, DeviceError) for e in ended), ended
+            assert all("restart the kernel" in str(e) for e in ended), str(ended[0])
+            print("ALL ENDED")
+            import os
+            os._exit(0)
+
+        asyncio.run(main())
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert "ALL ENDED" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+async def test_interrupted_reader_leaves_the_others_running():
+    async with await load() as engine:
+        one, two = (engine.generate(prompt(8, i), max_tokens=200, ignore_eos=True) for i in range(2))
+        task = asyncio.ensure_future(two.future())
+
+        async def read():
+            await one
+
+        reader = asyncio.ensure_future(read())
+        await asyncio.sleep(0.01)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert one.finish_reason == "cancelled"
+        assert len((await task).token_ids) == 200
+
+
+def test_sync_driver_on_the_card():
+    engine = Engine.load_sync(model_on_card(), progress=False, kv_cache_tokens=4096, max_batch_size=4)
+    with engine:
+        start = time.perf_counter()
+        done = engine.generate_sync(prompt(8), max_tokens=50, ignore_eos=True)
+        assert len(done.token_ids) == 50
+        assert time.perf_counter() - start < 60
