@@ -18,7 +18,7 @@ from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.loader import LoadedModel, load_model
-from interactive_infer.core.packing import pack_linears
+from interactive_infer.core.packing import forget_packed, pack_linears
 from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
 from interactive_infer.core.rope import fix_rope
 from interactive_infer.core.runner import Runner
@@ -98,6 +98,8 @@ class Parts:
         self.max_step_tokens: int = options.max_step_tokens or defaults.max_step_tokens
         self.steps_in_flight: int = options.steps_in_flight
         prepare: Callable[[Callable[[float], None]], None] | None
+        if kind == "cuda":
+            self._undo.append(_capturable_experts(self.model))
         self.device, self.runner, prepare = self._on_device(
             layers, shapes, max(num_pages, pages_for_check(self.page_size))
         )
@@ -189,6 +191,13 @@ class Parts:
     def weights_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
 
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights: reusable pages, packed copies."""
+        self.cache.clear()
+        forget_packed(self.model)
+        if not isinstance(self.runner.decoder, str):
+            self.runner.decoder.forget_copies()
+
     def info(self, waiting: str) -> EngineInfo:
         scheduler = self.scheduler
         return EngineInfo(
@@ -273,6 +282,20 @@ def _too_large(tokens: int | None, model: PreTrainedModel, error: BaseException)
     return InvalidRequestError(
         "kv_cache_tokens", tokens, f"does not fit into memory: {why}{holders}; or give a smaller one"
     )
+
+
+def _capturable_experts(model: PreTrainedModel) -> Callable[[], None]:
+    """Have a mixture of experts compute them in groups, not in a loop over those that got tokens, which would wait for
+    the card; returns the function that puts the owner's way back."""
+    config: Any = model.config.get_text_config()
+    if getattr(config, "_experts_implementation", None) != "eager":
+        return lambda: None
+    config._experts_implementation = "grouped_mm"
+
+    def undo() -> None:
+        config._experts_implementation = "eager"
+
+    return undo
 
 
 def _in_eval_mode(model: PreTrainedModel) -> Callable[[], None]:

@@ -136,15 +136,18 @@ async def test_cancel_pause_and_update_at_random_moments_lose_no_page():
 
 
 async def test_capturing_beside_work_of_others():
-    """Allocation, event queries, synchronization and kernels on other threads while graphs are captured."""
+    """Allocation, event queries, synchronization and kernels on other threads while graphs are captured.
+
+    Their random numbers come from a generator of their own: torch binds the default one to a capture, whoever's.
+    """
     stop, problems = threading.Event(), []
 
     def others() -> None:
         try:
-            stream = torch.cuda.Stream()
+            stream, generator = torch.cuda.Stream(), torch.Generator("cuda")
             while not stop.is_set():
                 with torch.cuda.stream(stream):
-                    x = torch.randn(random.randint(1, 1 << 20), device="cuda")
+                    x = torch.randn(random.randint(1, 1 << 20), device="cuda", generator=generator)
                     event = torch.cuda.Event()
                     (x * 2).sum()
                     event.record()
@@ -313,3 +316,40 @@ def test_sync_driver_on_the_card():
         done = engine.generate_sync(prompt(8), max_tokens=50, ignore_eos=True)
         assert len(done.token_ids) == 50
         assert time.perf_counter() - start < 60
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+async def test_experts_are_captured_and_the_owners_way_comes_back(implementation):
+    model = tiny_model("qwen3_moe").to("cuda", torch.bfloat16)
+    model.config._experts_implementation = implementation
+    async with await load(model) as engine:
+        assert "CUDA graph" in engine.info().launches, engine.info().launches
+        assert len((await engine.generate(prompt(20), max_tokens=8, ignore_eos=True)).token_ids) == 8
+    assert model.config._experts_implementation == implementation
+
+
+async def test_a_model_that_cannot_be_captured_runs_and_says_why():
+    model = model_on_card()
+    mlp = model.model.layers[0].mlp
+
+    class AsksTheCard(torch.nn.Module):
+        def forward(self, x):
+            assert float(x.sum()) == float(x.sum())  # waits for the card, which a capture cannot
+            return mlp(x)
+
+    model.model.layers[0].mlp = AsksTheCard()
+    async with await load(model) as engine:
+        assert "cannot be captured" in engine.info().launches
+        done = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
+    model.model.layers[0].mlp = mlp
+    async with await load(model) as engine:
+        assert "CUDA graph" in engine.info().launches
+        again = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
+    assert done.token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
+async def test_bfloat16_logits_are_close_to_the_models_own(name):
+    """Mean relative error of packed, paged logits: what bfloat16's rounding makes of a few layers, and no more."""
+    async with await load(tiny_model(name).to("cuda", torch.bfloat16)) as engine:
+        assert engine.info().parity_error < 0.03

@@ -18,6 +18,23 @@ from interactive_infer.waiting import Completion, Waiter, device_error
 T = TypeVar("T")
 
 
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def borrow_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of one's own until `return_stream`.
+
+    cuBLAS keeps 32 MB for each stream that it ever ran on, for good: engines that come and go take turns on few.
+    """
+    idle = _idle_streams.get(device)
+    return idle.pop() if idle else torch.cuda.Stream(device)
+
+
+def return_stream(stream: torch.cuda.Stream) -> None:
+    """Nothing of the borrower's is on it any more."""
+    _idle_streams.setdefault(stream.device, []).append(stream)
+
+
 class CUDADevice:
     """One stream of a card, into which one party at a time launches.
 
@@ -29,11 +46,12 @@ class CUDADevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self.stream = torch.cuda.Stream(torch_device)
+        self.stream = borrow_stream(torch_device)
         self.clock = DeviceClock(_recorder(torch_device))
         self._closed = False
         self._lock = threading.Lock()
         self._num_queued = 0
+        self._events: list[_Events] = []  # of work that is done, for the next
         self._thread = WorkThread(f"interactive_infer launch {torch_device}")
         self._waiter = Waiter(f"interactive_infer waiter {torch_device}")
 
@@ -71,6 +89,7 @@ class CUDADevice:
         self._closed = True
         self._thread.close()
         self._waiter.close()
+        return_stream(self.stream)
 
     def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
         try:
@@ -81,12 +100,11 @@ class CUDADevice:
 
     def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
         try:
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True, blocking=True)
-            with torch.cuda.device(self.torch_device), torch.cuda.stream(self.stream):
-                start.record()
+            events = self._events.pop() if self._events else _events()
+            with torch.cuda.stream(self.stream):  # makes its device current too
+                events[0].record()
                 read = work()
-                end.record()
+                events[1].record()
         except torch.OutOfMemoryError as error:
             completion.set_exception(_out_of_memory(self.torch_device, error))
         except torch.AcceleratorError as error:
@@ -94,11 +112,21 @@ class CUDADevice:
         except BaseException as error:
             completion.set_exception(as_failure(error))
         else:
-            self._waiter.watch(end, completion, read, interval=partial(_interval, self.clock, start, end))
+            interval = partial(_interval, self.clock, self._events, events)
+            self._waiter.watch(events[1], completion, read, interval=interval)
 
 
-def _interval(clock: DeviceClock, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
-    return clock.ns(start), clock.ns(end)
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _events() -> _Events:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+
+
+def _interval(clock: DeviceClock, free: list[_Events], events: _Events) -> tuple[int, int]:
+    interval = clock.ns(events[0]), clock.ns(events[1])
+    free.append(events)
+    return interval
 
 
 def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> DeviceError:

@@ -198,6 +198,11 @@ class FusedDecoder:
         for packed in self._packed:
             packed.refresh()
 
+    def forget_copies(self) -> None:
+        """Make packed copies anew at the next `refresh`, whether weights seem written to or not."""
+        for packed in self._packed:
+            packed.forget()
+
     def undo(self) -> None:
         """Give the model back as it was: joined weights are separated, unless another engine's decoder uses them."""
         while self._joined:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from interactive_infer.core.kv_cache import NULL_PAGE
 from interactive_infer.core.output import FinishReason
-from interactive_infer.core.scheduler import Plan, Scheduler
+from interactive_infer.core.scheduler import Plan, Row, Scheduler
 from interactive_infer.core.sequence import Sequence
 from interactive_infer.core.step import StepResult, StepRunner
 from interactive_infer.errors import DeviceError, twin
@@ -91,13 +91,24 @@ class FlightQueue:
             return None
         self._number += 1
         for row in plan.rows:
-            if row.sequence.output.scheduled_ns is None:
-                row.sequence.output.scheduled_ns = planned
+            output = row.sequence.output
+            if output.spent.doing != "decode":
+                self._takes_up(row, planned)
         self._recorder.record(Phase.PLAN, start, planned, self._number)
         flight = Flight(self._number, plan, self._runner.launch(plan))
         self._flights.append(flight)
         self._recorder.record(Phase.LAUNCH, planned, time.perf_counter_ns(), self._number)
         return flight
+
+    def _takes_up(self, row: Row, planned: int) -> None:
+        """A row of a sequence that waited, or is still at its prompt."""
+        sequence, output = row.sequence, row.sequence.output
+        if output.scheduled_ns is None:
+            output.scheduled_ns = planned
+            self._recorder.asked(output.created_ns, sequence.arrival, len(sequence.token_ids) - sequence.prompt_length)
+        # One token of one that has tokens already: it goes on where it was.
+        goes_on = row.count == 1 and row.samples and len(output.times_ns) > 0
+        output.spent.go("decode" if goes_on else "prefill", planned)
 
     def finish(self, flight: Flight) -> None:
         """Commit `flight`, whose completion is done, and any older one. Finished already: nothing happens."""
@@ -133,6 +144,7 @@ class FlightQueue:
     def _record(self, flight: Flight, *, graph: bool) -> None:
         completion, plan = flight.completion, flight.plan
         if completion.start_ns is not None and completion.end_ns is not None:
+            drawn = [row.start + row.count - row.sequence.prompt_length if row.samples else -1 for row in plan.rows]
             self._recorder.step(
                 completion.start_ns,
                 completion.end_ns,
@@ -140,8 +152,10 @@ class FlightQueue:
                 batch_size=len(plan.rows),
                 tokens=plan.num_tokens,
                 prefill_tokens=plan.num_prefill_tokens,
-                sampled=sum(row.samples for row in plan.rows),
+                sampled=len(drawn) - drawn.count(-1),
                 graph=graph,
+                generations=[row.sequence.arrival for row in plan.rows],
+                drawn=drawn,
             )
 
     def _commit(self, plan: Plan, result: StepResult) -> None:
@@ -155,11 +169,13 @@ class FlightQueue:
                 )
                 self.end(sequence, "error", error)
         now = time.perf_counter_ns()
-        for index in self._scheduler.commit(plan, result.token_ids):
-            sequence = plan.rows[index].sequence
-            output, token_id = sequence.output, result.token_ids[index]
+        rows, token_ids, any_logprobs = plan.rows, result.token_ids, bool(result.logprobs)
+        for index in self._scheduler.commit(plan, token_ids):
+            sequence = rows[index].sequence
+            output, token_id = sequence.output, token_ids[index]
             try:
-                output.append(token_id, now, result.logprobs_of(index, sequence.params.logprobs))
+                logprobs = result.logprobs_of(index, sequence.params.logprobs) if any_logprobs else None
+                output.append(token_id, now, logprobs)
                 stopped = token_id in sequence.stop_ids or output.reached_stop_string()
             except Exception as error:  # a tokenizer of the user's that cannot decode this: the others go on
                 self.end(sequence, "error", error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -47,29 +46,51 @@ _OPS = cast(
 )
 
 _LOOK_EVERY_S = 0.05
+_MOST_VIEWS = 512
 _SAMPLING_BYTES = 4 << 20
 """Room for a step's sampling parameters: half a million entries of logit bias."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Pinned memory of one flight: what goes in, and what comes back."""
+    """Pinned memory of one flight, as large as the card's buffers of a step: what goes in, and what comes back.
 
-    inputs: torch.Tensor  # int64, a `Layout`
-    sampling: torch.Tensor  # uint8, `PackedKey.input_sections`
-    drawn: torch.Tensor  # uint8, `PackedKey.output_sections`
-    inputs_array: Ints
-    sampling_array: np.ndarray
-    drawn_array: np.ndarray
+    Views of it are kept by shape, so that a step makes none.
+    """
 
-    @classmethod
-    def pinned(cls, inputs: int, sampling: int, drawn: int) -> _Buffers:
-        tensors = (
-            torch.zeros(inputs, dtype=torch.int64, pin_memory=True),
-            torch.zeros(sampling, dtype=torch.uint8, pin_memory=True),
-            torch.zeros(drawn, dtype=torch.uint8, pin_memory=True),
-        )
-        return cls(*tensors, *(tensor.numpy() for tensor in tensors))
+    def __init__(self, inputs: torch.Tensor, sampling: torch.Tensor, drawn: torch.Tensor) -> None:
+        self._on_card = (inputs, sampling, drawn)
+        self._host = [torch.zeros(len(t), dtype=t.dtype, pin_memory=True) for t in self._on_card]
+        self.sampling: np.ndarray = self._host[1].numpy()
+        self.drawn: np.ndarray = self._host[2].numpy()
+        self._arrays: dict[Layout, dict[str, Ints]] = {}
+        self._copies: dict[Layout | PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._returns: dict[PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def arrays(self, layout: Layout) -> dict[str, Ints]:
+        """A step's inputs on the host."""
+        arrays = self._arrays.get(layout)
+        if arrays is None:
+            arrays = layout.arrays(self._host[0].numpy())
+            if len(self._arrays) < _MOST_VIEWS:  # hooked steps are not padded: their shapes have no end
+                self._arrays[layout] = arrays
+        return arrays
+
+    def send(self, what: Layout | PackedKey) -> None:
+        """Copy a step's inputs, or its sampling's, to the card."""
+        pair = self._copies.get(what)
+        if pair is None:
+            which, size = (0, what.size) if isinstance(what, Layout) else (1, what.input_nbytes)
+            pair = self._on_card[which][:size], self._host[which][:size]
+            if len(self._copies) < _MOST_VIEWS:
+                self._copies[what] = pair
+        pair[0].copy_(pair[1], non_blocking=True)
+
+    def fetch(self, key: PackedKey) -> None:
+        """Copy what was drawn back."""
+        pair = self._returns.get(key)
+        if pair is None:
+            pair = self._returns[key] = self._host[2][: key.output_nbytes], self._on_card[2][: key.output_nbytes]
+        pair[0].copy_(pair[1], non_blocking=True)
 
 
 class GraphRunner:
@@ -118,12 +139,15 @@ class GraphRunner:
         self._table = SamplingTable(max_batch_size, vocab_size)
         self._sampler = TritonSampler(vocab_size, max_batch_size, card)
         self._shapes = Shapes(max_batch_size, max_step_tokens)
-        inputs = max(Layout(shape, page_size).size for shape in self._shapes.all())
+        self._layouts = {shape: Layout(shape, page_size) for shape in self._shapes.all()}
+        inputs = max(layout.size for layout in self._layouts.values())
         drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
         self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
         self._sampling = torch.zeros(_SAMPLING_BYTES, dtype=torch.uint8, device=card)
         self._drawn = torch.zeros(drawn, dtype=torch.uint8, device=card)
-        self._buffers = [_Buffers.pinned(inputs, _SAMPLING_BYTES, drawn) for _ in range(steps_in_flight + 1)]
+        self._buffers = [
+            _Buffers(self._inputs, self._sampling, self._drawn) for _ in range(steps_in_flight + 1)
+        ]
         self._turn = 0
         self._change: str | None = None
         self._look_again = 0.0
@@ -170,17 +194,18 @@ class GraphRunner:
         buffers = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         changed = self._changed()
-        exact = exact_shape(rows)
-        shape = exact if changed or self._uncapturable else self._shapes.choose(exact)
-        layout = Layout(shape, self.page_size)
-        leftover = fill(layout, buffers.inputs_array, rows, self._tables)
+        shape = exact_shape(plan)
+        if not changed and self._uncapturable is None:
+            shape = self._shapes.choose(shape)
+        layout = self._layouts.get(shape) or Layout(shape, self.page_size)
+        leftover = fill(layout, buffers.arrays(layout), rows, self._tables)
         histories = keep_table(self._table, rows)
         sampled = [index for index, row in enumerate(rows) if row.samples]
         key = self._pack_sampling([rows[index] for index in sampled], buffers) if sampled else None
         replayed = not changed and shape in self._graphs and (key is None or key in self._graphs)
 
         def work() -> Callable[[], StepResult]:
-            self._inputs[: layout.size].copy_(buffers.inputs[: layout.size], non_blocking=True)
+            buffers.send(layout)
             if leftover[0]:
                 self._change_page_table(*leftover)
             for slot, prompt, output in histories:
@@ -188,11 +213,10 @@ class GraphRunner:
             self._run(shape, lambda: self._forward(layout, self._inputs, self._logits, changed), capture=not changed)
             if key is None:
                 return lambda: StepResult([-1] * len(rows), [], {}, replayed)
-            self._sampling[: key.input_nbytes].copy_(buffers.sampling[: key.input_nbytes], non_blocking=True)
+            buffers.send(key)
             self._run(key, lambda: self._sample(key, self._sampling), capture=True)
-            nbytes = key.output_nbytes
-            buffers.drawn[:nbytes].copy_(self._drawn[:nbytes], non_blocking=True)
-            return lambda: _read(buffers.drawn_array, key, sampled, len(rows), replayed)
+            buffers.fetch(key)
+            return lambda: _read(buffers.drawn, key, sampled, len(rows), replayed)
 
         return self._device.submit(work, here=replayed and not leftover[0] and not histories)
 
@@ -220,27 +244,23 @@ class GraphRunner:
     def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> PackedKey:
         slots = np.array([row.slot for row in rows], np.int64)
         positions = np.array([row.start + row.count for row in rows], np.int64)
-        forbid_stop = np.array([below_min_tokens(row) for row in rows], np.bool_)
-        return self._table.pack(
-            slots,
-            positions,
-            forbid_stop if forbid_stop.any() else None,
-            self._shapes.rows(len(rows)),
-            buffers.sampling_array,
-        )
+        forbid_stop = None
+        if any([row.sequence.params.min_tokens for row in rows]):
+            forbid_stop = np.array([below_min_tokens(row) for row in rows], np.bool_)
+        return self._table.pack(slots, positions, forbid_stop, self._shapes.rows(len(rows)), buffers.sampling)
 
     def _change_page_table(self, at: list[int], to: list[int]) -> None:
         card = self._device.torch_device
         index, pages = torch.tensor(at, device=card), torch.tensor(to, dtype=torch.int32, device=card)
         self._page_table.view(-1).index_copy_(0, index, pages)
 
-    @torch.no_grad()
     def _run(self, key: Shape | PackedKey, work: Callable[[], object], *, capture: bool) -> None:
         """Replay the graph of `key`; without one launch `work`, and have it captured, if it may be."""
         if capture and key in self._graphs:
             self._graphs.replay(key)
             return
-        work()
+        with torch.no_grad():
+            work()
         if capture and key not in self._asked and self._uncapturable is None:
             self._asked.add(key)
             self._capturing.put(lambda: self._capture(key, work))
@@ -358,9 +378,9 @@ class GraphRunner:
         ]
         with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream):
             for number, shape in enumerate(shapes):
-                layout = Layout(shape, self.page_size)
+                layout = self._layouts[shape]
                 host = np.zeros(layout.size, np.int64)
-                fill(layout, host, [], self._tables)
+                fill(layout, layout.arrays(host), [], self._tables)
                 self._inputs[: layout.size].copy_(torch.from_numpy(host))
                 work = partial(self._forward, layout, self._inputs, self._logits, False)
                 self._prepare(shape, work)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from interactive_infer.core.cuda import borrow_stream, return_stream
+
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _CHUNK_TOKENS = (64, 256, 512, 1024, 2048)
 
@@ -76,7 +78,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = borrow_stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._lock = threading.Lock()
 
@@ -109,8 +111,9 @@ class Graphs:
             self._graphs[key] = graph
 
     def clear(self) -> None:
-        """Free the graphs and their memory; none may be running."""
+        """Free the graphs and their memory, once; none may be running, and none is captured any more."""
         self._graphs.clear()
+        return_stream(self._stream)
 
 
 def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from interactive_infer.core.detokenizer import Detokenizer, StopStrings
+from interactive_infer.core.spent import Spent
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -62,6 +63,7 @@ class Output:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.created_ns = time.perf_counter_ns()
+        self.spent = Spent(self.created_ns)
         self.scheduled_ns: int | None = None
         self.finished_ns: int | None = None
         self.changes = 0
@@ -119,6 +121,8 @@ class Output:
             self.logprobs[len(self.token_ids)] = logprobs
         self.token_ids.append(token_id)
         self.times_ns.append(at_ns)
+        if self.spent.doing == "prefill":
+            self.spent.go("decode", at_ns)
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """The end; a second one changes nothing. `error` is what every reader gets when `reason` is "error".
@@ -129,6 +133,7 @@ class Output:
             return
         self.error = error
         self.finished_ns = time.perf_counter_ns()
+        self.spent.go(None, self.finished_ns)
         self.finish_reason = reason
         parted, self.parted = self.parted, None
         if parted is not None:
@@ -141,7 +146,9 @@ class Output:
         One that raises is logged and told no more: it runs in the middle of a commit, which must go on for the others.
         """
         self.changes += 1
-        listeners = self.listeners
+        listeners = self._listeners()
+        if listeners is None:
+            return
         for listener in tuple(listeners):
             try:
                 listener()

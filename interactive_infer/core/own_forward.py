@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +63,19 @@ class PackedStep:
         return out[None]
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block dropout and the like are off, also where the owner is in the middle of training."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class OwnForward:
     """Logits of a packed step by the model's modules, called one by one as `model.generate` calls them."""
 
@@ -75,7 +89,7 @@ class OwnForward:
         select: dict[str, Tensor] = {}
         if self._select_logits:  # 0 would mean all of them: a chunk that samples nothing asks for one
             select["logits_to_keep"] = logits_at if logits_at.numel() else logits_at.new_zeros(1)
-        with running(step, self._modules):
+        with running(step, self._modules), _evaluating(self._model):
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],

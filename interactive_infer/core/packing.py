@@ -51,9 +51,13 @@ class PackedLinear:
         if [parameter._version for parameter in self._parameters] != self._versions:
             self._pack()
 
+    def forget(self) -> None:
+        """Make it anew at the next `refresh`, whatever the versions say: `weight.data` is written to in silence."""
+        self._versions = []
+
     @torch.no_grad()
     def _pack(self) -> None:
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions: list[int] = [parameter._version for parameter in self._parameters]
         weight = self._weights[0].detach() if len(self._weights) == 1 else torch.cat(self._weights)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias: Tensor | None = torch.cat(self._biases) if self._biases else None
@@ -82,6 +86,14 @@ def pack_linears(model: PreTrainedModel) -> Callable[[], None]:
     return undo
 
 
+def forget_packed(model: PreTrainedModel) -> None:
+    """Have layers packed by `pack_linears` compute by their own weights from now on: those were written to."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, _Packed):
+            forward.forget()
+
+
 class _Packed:
     """The forward of one linear layer."""
 
@@ -90,6 +102,9 @@ class _Packed:
         self._linear = weakref.ref(linear)  # which refers to this: a reference would be a cycle
         self._version = linear.weight._version
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    def forget(self) -> None:
+        self._version = -1
 
     def __call__(self, input: Tensor) -> Tensor:
         linear = self._linear()

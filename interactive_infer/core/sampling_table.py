@@ -40,6 +40,9 @@ _SPARSE_ROOM = 64
 
 _LOGPROBS_ROOM = (0, 5, MAX_LOGPROBS)
 
+_AHEAD = 32
+"""How many of a slot's random numbers are made at once."""
+
 _PADDING = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5])  # of `reals`
 
 _PHILOX_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -121,6 +124,9 @@ class SamplingTable:
         self._whole = np.zeros((6, max_batch_size), dtype=np.int64)
         self._flags = np.zeros(max_batch_size, dtype=np.int64)
         self._seeds = np.zeros(max_batch_size, dtype=np.int64)
+        self._ahead = np.zeros((max_batch_size, _AHEAD))
+        self._ahead_from = np.full(max_batch_size, -_AHEAD, dtype=np.int64)
+        self._keys: dict[PackedKey, PackedKey] = {}
         nothing = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
         self._bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [nothing] * max_batch_size
         self._stop_ids = np.full((max_batch_size, 1), -1, dtype=np.int64)  # as wide as the longest; -1: no id
@@ -170,7 +176,9 @@ class SamplingTable:
             + _WITH_BIAS * bool(params.logit_bias)
             + _WITH_LOGPROBS * (params.logprobs is not None)
         )
-        self._seeds[slot] = params.seed or 0
+        if self._seeds[slot] != (params.seed or 0):
+            self._seeds[slot] = params.seed or 0
+            self._ahead_from[slot] = -_AHEAD
         bias = params.logit_bias or {}
         self._bias[slot] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
@@ -184,6 +192,19 @@ class SamplingTable:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
         self._additions[slot] = len(bias) + len(ids)
+
+    def _uniforms(self, slots: Ints, positions: Ints) -> npt.NDArray[np.float64]:
+        """`uniforms` of the rows, of which a slot's next ones are computed many at a time."""
+        offset = positions - self._ahead_from[slots]
+        missing = (offset < 0) | (offset >= _AHEAD)
+        if missing.any():
+            renewed, start = slots[missing], positions[missing]
+            grid = np.arange(_AHEAD)
+            ahead = uniforms(np.repeat(self._seeds[renewed], _AHEAD), (start[:, None] + grid).ravel())
+            self._ahead[renewed] = ahead.reshape(-1, _AHEAD)
+            self._ahead_from[renewed] = start
+            offset[missing] = 0
+        return self._ahead[slots, offset]
 
     def release(self, slot: int) -> None:
         self._occupied[slot] = False
@@ -255,12 +276,13 @@ class SamplingTable:
             sparse=_room(len(sparse[0])) if sparse else 0,
             logprobs=None if most is None else next(room for room in _LOGPROBS_ROOM if most <= room),
         )
+        key = self._keys.setdefault(key, key)  # the one whose sections are known already
         if key.input_nbytes > out.nbytes:
             raise ValueError(f"out has {out.nbytes} bytes, and this step's sampling needs {key.input_nbytes}")
         sections = arrays(out, key.input_sections)
         reals = sections["reals"]
         reals[:UNIFORM, :count] = self._reals[:, slots]
-        reals[UNIFORM, :count] = uniforms(self._seeds[slots], positions) if some & _DRAWN else 0.5
+        reals[UNIFORM, :count] = self._uniforms(slots, positions) if some & _DRAWN else 0.5
         reals[:, count:] = _PADDING[:, None]
         sections["whole"][:, :count] = whole
         sections["whole"][:, count:] = [[1], [0], [0], [-1], [0], [end]]

@@ -75,12 +75,14 @@ class Scheduler:
         if sequence.state in (State.WAITING, State.RUNNING):
             self._leave(sequence)
             sequence.state = State.PAUSED
+            sequence.output.spent.go("paused")
             self.paused.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         if sequence.state is State.PAUSED:
             self.paused.remove(sequence)
             self._enqueue(sequence)
+            sequence.output.spent.go("queue")
 
     def finish(self, sequence: Sequence) -> None:
         """Take it out for good. Its pages are free for the next plan; what is in flight will be dropped."""
@@ -98,7 +100,7 @@ class Scheduler:
         """The next step, or None when nothing can run now (all is in flight, paused, or there is nothing)."""
         rows: list[Row] = []
         planned: set[Sequence] = set()
-        budget = self.max_step_tokens
+        budget, size = self.max_step_tokens, self.cache.page_size
         short_of_pages = False
 
         # Computed before any is planned or preempted: neither changes what another one has to do.
@@ -113,7 +115,8 @@ class Scheduler:
             if not sequence.history_loaded and sequence.pending:
                 continue  # its penalties were just switched on: the host must know every token first
             count = min(todo, budget)
-            if not self._grow(sequence, sequence.num_planned + count, planned):
+            end = sequence.num_planned + count
+            if end > len(sequence.pages) * size and not self._grow(sequence, end, planned):
                 short_of_pages = True
                 continue
             rows.append(self._row(sequence, count))
@@ -244,6 +247,8 @@ class Scheduler:
         self.cache.release(sequence.pages)
         sequence.forget_pages()
         sequence.num_preemptions += 1
+        if sequence.state is not State.PAUSED:
+            sequence.output.spent.go("preempted")
         if sequence.state is State.RUNNING:
             self._leave(sequence)
             self._enqueue(sequence)

@@ -6,6 +6,7 @@ Everything is int64, which costs a few kilobytes and spares casts on the card.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,12 @@ from torch import Tensor
 from interactive_infer.core.attention.batch import StepBatch
 from interactive_infer.core.graphs import Shape
 from interactive_infer.core.kv_cache import NULL_PAGE
-from interactive_infer.core.scheduler import Row
+from interactive_infer.core.scheduler import Plan, Row
 
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Where each input of a step of `shape` lies in the buffer.
 
@@ -36,9 +37,11 @@ class Layout:
         """Page table entries that a step can change within its graph."""
         return self.shape.rows + self.shape.tokens // self.page_size + 1
 
-    def sections(self) -> dict[str, int]:
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """The sections' places, in elements."""
         shape = self.shape
-        return {
+        sizes = {
             "ids": shape.tokens,
             "source": shape.tokens,
             "positions": shape.tokens,
@@ -50,26 +53,24 @@ class Layout:
             "update_at": self.updates,
             "update_to": self.updates,
         }
+        slices, start = {}, 0
+        for name, size in sizes.items():
+            slices[name] = slice(start, start + size)
+            start += size
+        return slices
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return sum(self.sections().values())
+        """Elements of the whole."""
+        return self.slices["update_to"].stop
 
     def arrays(self, buffer: Ints) -> dict[str, Ints]:
         """Views of the sections in a host buffer."""
-        views, start = {}, 0
-        for name, size in self.sections().items():
-            views[name] = buffer[start : start + size]
-            start += size
-        return views
+        return {name: buffer[place] for name, place in self.slices.items()}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """Views of the sections in a device buffer."""
-        views, start = {}, 0
-        for name, size in self.sections().items():
-            views[name] = buffer[start : start + size]
-            start += size
-        return views
+        return {name: buffer[place] for name, place in self.slices.items()}
 
     def batch(self, tensors: dict[str, Tensor], page_table: Tensor) -> StepBatch:
         """What the kernels read of it."""
@@ -111,21 +112,23 @@ class PageTables:
         return at, to
 
 
-def exact_shape(rows: list[Row]) -> Shape:
-    """The shape of a step without padding. Rows of one token come first."""
-    decodes = sum(row.count == 1 for row in rows)
-    chunk_tokens = sum(row.count for row in rows[decodes:])
-    return Shape(decodes, len(rows) - decodes, chunk_tokens, sum(row.samples for row in rows))
+def exact_shape(plan: Plan) -> Shape:
+    """The shape of a step without padding."""
+    rows = plan.rows
+    decodes = len(rows)
+    if plan.num_tokens > decodes:
+        decodes = sum(row.count == 1 for row in rows)
+    return Shape(decodes, len(rows) - decodes, plan.num_tokens - decodes, sum([row.samples for row in rows]))
 
 
-def fill(layout: Layout, buffer: Ints, rows: list[Row], tables: PageTables) -> tuple[list[int], list[int]]:
-    """Write a step's inputs into `buffer`; returns page table updates that did not fit in.
+def fill(layout: Layout, into: dict[str, Ints], rows: list[Row], tables: PageTables) -> tuple[list[int], list[int]]:
+    """Write a step's inputs `into` the arrays of a layout; returns page table updates that did not fit in.
 
     Padding writes to the null page, attends to nothing, and reads the page table of the slot past the last.
     """
     shape, size = layout.shape, layout.page_size
-    into = layout.arrays(buffer)
-    buffer[: layout.size] = 0
+    for name in ("ids", "positions", "write_to", "kv_len", "logits_at", "update_to"):
+        into[name][:] = 0
     dummy = tables.num_slots
     into["source"][:] = -1
     into["slots"][:] = dummy
@@ -134,7 +137,7 @@ def fill(layout: Layout, buffer: Ints, rows: list[Row], tables: PageTables) -> t
     into["update_at"][:] = dummy * tables.width
     into["update_at"][:fits] = at[:fits]
     into["update_to"][:fits] = to[:fits]
-    decodes = sum(row.count == 1 for row in rows)
+    decodes = sum([row.count == 1 for row in rows])
     if decodes:
         _fill_decodes(into, rows[:decodes], size)
     logits_at = [index for index, row in enumerate(rows[:decodes]) if row.samples]

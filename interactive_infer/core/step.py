@@ -106,13 +106,15 @@ def keep_table(table: SamplingTable, rows: list[Row]) -> list[History]:
     histories: list[History] = []
     for row in rows:
         sequence = row.sequence
+        if not (row.load_history or sequence.params_dirty):
+            continue
         if row.load_history:
             table.release(row.slot)
             table.assign(row.slot, sequence.params, tuple(sequence.stop_ids))
             if penalized(sequence.params):
                 prompt = sequence.token_ids[: sequence.prompt_length]
                 histories.append((row.slot, prompt, sequence.token_ids[sequence.prompt_length :]))
-        elif sequence.params_dirty:
+        else:
             table.update(row.slot, sequence.params, tuple(sequence.stop_ids))
         sequence.params_dirty = False
     return histories

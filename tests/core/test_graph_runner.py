@@ -41,4 +41,4 @@ def test_which_layers_are_fused(found):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_that_are_replayed_are_launched_by_the_caller(found, name):
-    assert found[name]["launched on the loop"] > 10
+    assert found[name]["launched on the loop"] > 4

@@ -7,6 +7,7 @@ cases are counted, printed, and must stay rare.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from interactive_infer import Engine, assembly
 from interactive_infer.core import runner
 from interactive_infer.core.attention.sdpa import PagedSDPA, RowSpan
 from interactive_infer.core.kernels import torch_ops
+from interactive_infer.core.loader import LoadedModel, load_model
 from interactive_infer.errors import DeviceError, UnsupportedModelError
 from tests.tiny_models import REFUSED, VOCAB_SIZE, WINDOW, tiny_model
 
@@ -118,6 +120,7 @@ async def load(model: Any, *, kv_cache_tokens: int = 1024, **options: Any) -> En
         kv_cache_tokens=kv_cache_tokens,
         page_size=PAGE,
         max_step_tokens=STEP_TOKENS,
+        max_batch_size=8,
         progress=False,
         freeze_gc=False,
         **options,
@@ -145,17 +148,20 @@ def not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "fuse", lambda *_, **__: "the test wants it so")
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in MODELS), *((name, True) for name in FUSED)])
-async def test_greedy_parity(name: str, fused: bool, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_greedy_parity(name: str, fused: bool, place: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card too the reference is `model.generate` on the CPU."""
     if not fused:
         not_fused(monkeypatch)
     model = tiny_model(name)
+    held = copy.deepcopy(model).to(place)
     prompts = prompts_for(name)
     references = [generate(model, prompt) for prompt in prompts]
     if name in ("mistral", "gemma2", "gemma3", "gpt_oss"):
         assert model.config.sliding_window == WINDOW < min(map(len, prompts)) + NEW
 
-    async with await load(model) as engine:
+    async with await load(held) as engine:
         assert (engine._parts.runner.layers() == "fused") == fused
         # Unequal lengths in one batch, joined at different steps, the longest one prefilled in chunks.
         assert len(prompts[0]) > STEP_TOKENS
@@ -203,7 +209,7 @@ async def test_greedy_parity(name: str, fused: bool, tally: Tally, monkeypatch: 
 
     # Pages for hardly two of the four texts.
     longest = max(len(prompt) for prompt in prompts) + NEW
-    async with await load(model, kv_cache_tokens=longest + 2 * PAGE) as engine:
+    async with await load(held, kv_cache_tokens=longest + 2 * PAGE) as engine:
         generations = [greedy(engine, prompt) for prompt in prompts[::-1]]
         for i, generation in enumerate(generations):
             completion = await generation
@@ -450,3 +456,36 @@ async def test_a_hook_is_called_while_the_engine_writes(tally: Tally) -> None:
         assert 3 <= len(seen) < NEW
         tally.compare("hooked half-way", (await generation).token_ids, reference)
         assert engine._parts.runner.layers() == "fused"
+
+
+async def test_an_owner_who_trains_gets_no_dropout_in_texts(tally: Tally) -> None:
+    """gpt2 drops out at embeddings, attention and residuals."""
+    model = tiny_model("gpt2")
+    prompt = prompts_for("gpt2")[0]
+    expected = generate(model, prompt)
+    async with await load(model) as engine:
+        model.train()
+        assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+        tally.compare("in training mode", (await greedy(engine, prompt)).token_ids, expected)
+        assert model.training
+        assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+async def test_weights_changed_in_silence_hold_after_a_reset(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weight.data` is written to without a trace; packed copies are of what was there before."""
+    if not fused:
+        not_fused(monkeypatch)
+    model, prompt = tiny_model("llama"), prompts_for("llama")[0]
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: owned(model))
+    async with await load(model) as engine:
+        before = (await greedy(engine, prompt)).token_ids
+        model.lm_head.weight.data.copy_(model.lm_head.weight.data.roll(1, 0))
+        engine.reset_prefix_cache()
+        after = (await greedy(engine, prompt)).token_ids
+        assert after[0] == (before[0] + 1) % VOCAB_SIZE
+
+
+def owned(model: Any) -> LoadedModel:
+    """As if the engine had loaded it, so that its weights may be packed."""
+    return dataclasses.replace(load_model(model), owned=True)

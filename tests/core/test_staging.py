@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interactive_infer.core.graphs import Shape, Shapes
-from interactive_infer.core.scheduler import Row
+from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Layout, PageTables, exact_shape, fill
 
 SLOTS = 8
@@ -62,13 +62,13 @@ def card_reads(layout: Layout, buffer: np.ndarray, table: torch.Tensor, leftover
 @given(plans(), st.booleans())
 def test_every_token_gets_its_id_position_and_place(plan, padded):
     size, rows = plan
-    exact = exact_shape(rows)
+    exact = exact_shape(Plan(rows, sum(r.count for r in rows), 0))
     assert exact.tokens == sum(r.count for r in rows)
     shape = Shapes(SLOTS, 512).choose(exact) if padded else exact
     layout = Layout(shape, size)
     tables = PageTables(SLOTS, -(-MAX_LENGTH // size))
     buffer = np.full(layout.size + 5, 77, np.int64)  # left from an earlier step
-    leftover = fill(layout, buffer, rows, tables)
+    leftover = fill(layout, layout.arrays(buffer), rows, tables)
     assert (buffer[layout.size :] == 77).all(), "writes its own part only"
     table = torch.zeros((SLOTS + 1, tables.width), dtype=torch.int32)
     tensors, batch = card_reads(layout, buffer, table, leftover)
@@ -121,6 +121,6 @@ def test_updates_that_do_not_fit_come_back():
     rows = [row(1, 200, 1, list(range(1, 52)), load_history=True)]
     layout = Layout(Shape(1, 0, 0, 1), 4)
     tables = PageTables(SLOTS, 64)
-    at, to = fill(layout, np.zeros(layout.size, np.int64), rows, tables)
+    at, to = fill(layout, layout.arrays(np.zeros(layout.size, np.int64)), rows, tables)
     assert len(at) == len(to) == 51 - layout.updates
     assert to == list(range(1 + layout.updates, 52))
