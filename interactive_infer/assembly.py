@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from interactive_infer.info import EngineInfo
 from interactive_infer.options import EngineOptions
 from interactive_infer.prompts import Prompts
 from interactive_infer.timeline import Timeline
+from interactive_infer.timeline.recorder import CPU, Phase, Recorder
 
 if TYPE_CHECKING:
     from interactive_infer.core.cuda import CUDADevice
@@ -97,6 +99,9 @@ class Parts:
         self.max_batch_size: int = options.max_batch_size or defaults.max_batch_size
         self.max_step_tokens: int = options.max_step_tokens or defaults.max_step_tokens
         self.steps_in_flight: int = options.steps_in_flight
+        self._waiting = options.waiting
+        index = CPU if kind == "cpu" else self.model.device.index or 0
+        self.timeline = Timeline(Recorder(device=index), device="CPU device" if kind == "cpu" else "GPU")
         prepare: Callable[[Callable[[float], None]], None] | None
         if kind == "cuda":
             self._undo.append(_capturable_experts(self.model))
@@ -106,7 +111,7 @@ class Parts:
         self.parity_error = self._check()
         if prepare is not None:
             prepare(lambda done: progress("capturing", done))
-        self.timeline = Timeline(device="CPU device" if kind == "cpu" else "GPU")
+        self.timeline.clock = self.device.clock
         self._undo.append(self.timeline.recorder.watch_gc().close)
         self.cache = KVCache(num_pages, self.page_size)
         self.scheduler = Scheduler(self.cache, max_batch_size=self.max_batch_size, max_step_tokens=self.max_step_tokens)
@@ -128,7 +133,7 @@ class Parts:
         else:
             from interactive_infer.core.cuda import CUDADevice, missing_for_kernels
 
-            device = CUDADevice(place)
+            device = CUDADevice(place, self._waiting)
             missing = missing_for_kernels(place)
             if missing is None:
                 from interactive_infer.core.graph_runner import GraphRunner
@@ -148,6 +153,7 @@ class Parts:
                     max_step_tokens=self.max_step_tokens,
                     vocab_size=self.vocab_size,
                     steps_in_flight=self.steps_in_flight,
+                    recorder=self.timeline.recorder,
                 )
                 return device, runner, runner.capture_all
             warnings.warn(
@@ -250,6 +256,7 @@ def assemble(
     options: EngineOptions,
 ) -> Parts:
     """Load `source` and put an engine's parts together; runs on a worker thread."""
+    start = time.perf_counter_ns()
     loaded = load_model(source, tokenizer=tokenizer, device=device, dtype=dtype, progress=progress)
     progress("checking", 0.0)
     undo: list[Callable[[], None]] = [_in_eval_mode(loaded.model), attach(loaded.model)]
@@ -262,6 +269,7 @@ def assemble(
             raise _too_large(options.kv_cache_tokens, loaded.model, error) from error
         raise
     _live.add(parts)
+    parts.timeline.recorder.record(Phase.LOAD, start, time.perf_counter_ns(), name=parts.name)
     progress("checking", 1.0)
     return parts
 

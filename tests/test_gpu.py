@@ -353,3 +353,28 @@ async def test_bfloat16_logits_are_close_to_the_models_own(name):
     """Mean relative error of packed, paged logits: what bfloat16's rounding makes of a few layers, and no more."""
     async with await load(tiny_model(name).to("cuda", torch.bfloat16)) as engine:
         assert engine.info().parity_error < 0.03
+
+
+async def test_a_card_without_kernels_gathers_pages_and_says_what_is_lost(monkeypatch):
+    from interactive_infer.core import cuda
+
+    model = model_on_card()
+    async with await load(model) as engine:
+        expected = [(await engine.generate(prompt(20), max_tokens=12, temperature=0, ignore_eos=True)).token_ids]
+    monkeypatch.setattr(cuda, "missing_for_kernels", lambda _: "no Triton in this test")
+    with pytest.warns(UserWarning, match="no Triton in this test.*slower"):
+        engine = await load(model)
+    async with engine:
+        assert "gathered" in engine.info().attention
+        done = await engine.generate(prompt(20), max_tokens=12, temperature=0, ignore_eos=True)
+        assert [done.token_ids] == expected
+
+
+@pytest.mark.parametrize("waiting", ["thread", "spin", "block"])
+async def test_every_way_of_waiting_writes_the_same(waiting):
+    async with await load(waiting=waiting, steps_in_flight=1 if waiting == "block" else 2) as engine:
+        asked = [engine.generate(prompt(9, i), max_tokens=20, temperature=0, ignore_eos=True) for i in range(4)]
+        texts = [(await generation).token_ids for generation in asked]
+    async with await load() as engine:
+        again = [engine.generate(prompt(9, i), max_tokens=20, temperature=0, ignore_eos=True) for i in range(4)]
+        assert [(await generation).token_ids for generation in again] == texts

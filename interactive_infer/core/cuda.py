@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -12,6 +14,7 @@ import torch
 
 from interactive_infer.core.device import WorkThread, as_failure
 from interactive_infer.errors import DeviceError
+from interactive_infer.options import Waiting
 from interactive_infer.timeline.clock import DeviceClock
 from interactive_infer.waiting import Completion, Waiter, device_error
 
@@ -44,8 +47,9 @@ class CUDADevice:
     After a device-side fault every CUDA call of the process fails: the device is `lost`.
     """
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, waiting: Waiting = "thread") -> None:
         self.torch_device = torch_device
+        self._waiting = waiting
         self.stream = borrow_stream(torch_device)
         self.clock = DeviceClock(_recorder(torch_device))
         self._closed = False
@@ -62,7 +66,7 @@ class CUDADevice:
         The completion ends with what that function returns once everything launched is done, or with what `work`
         raised, or with a DeviceError if the card failed.
         """
-        completion: Completion[T] = Completion()
+        completion: Completion[T] = Completion() if self._waiting == "thread" else _Polled()
         if self._closed:
             completion.set_exception(DeviceError("the device was closed"))
             return completion
@@ -113,7 +117,43 @@ class CUDADevice:
             completion.set_exception(as_failure(error))
         else:
             interval = partial(_interval, self.clock, self._events, events)
-            self._waiter.watch(events[1], completion, read, interval=interval)
+            if isinstance(completion, _Polled):
+                completion.poll(events[1], read, interval)
+            else:
+                self._waiter.watch(events[1], completion, read, interval=interval)
+
+
+class _Polled(Completion[T]):
+    """Whoever looks asks the card: for `waiting="spin"` and `"block"`, where no thread waits. Cannot be awaited."""
+
+    __slots__ = ("_event", "_interval", "_launched", "_read")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launched = False
+
+    def poll(self, event: torch.cuda.Event, read: Callable[[], T], interval: Callable[[], tuple[int, int]]) -> None:
+        """It is launched; done when `event` is reached."""
+        self._event, self._read, self._interval = event, read, interval
+        self._launched = True
+
+    def done(self) -> bool:
+        if not super().done() and self._launched:
+            try:
+                if self._event.query():
+                    self.set_result(self._read(), **dict(zip(("start_ns", "end_ns"), self._interval(), strict=True)))
+            except torch.AcceleratorError as error:
+                self.set_exception(device_error(error))
+        return super().done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None and self._launched and not super().done():
+            with contextlib.suppress(torch.AcceleratorError):  # `done` asks again and tells
+                self._event.synchronize()
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.done() and (end is None or time.monotonic() < end):
+            time.sleep(0.0001)
+        return self.done()
 
 
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]

@@ -67,6 +67,9 @@ class WorkThread:
 class CPUDevice:
     """The CPU as a device: one worker thread. PyTorch releases the GIL while it computes, so the loop stays free."""
 
+    clock = None
+    """When its work ran is read off the host's own clock."""
+
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.lost = False

@@ -31,6 +31,7 @@ from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
 from interactive_infer.core.step import LayerShape, StepResult, below_min_tokens, keep_table
 from interactive_infer.sampling import MAX_LOGPROBS
+from interactive_infer.timeline.recorder import Phase, Recorder
 from interactive_infer.waiting import Completion
 
 _OPS = cast(
@@ -119,10 +120,12 @@ class GraphRunner:
         max_step_tokens: int,
         vocab_size: int,
         steps_in_flight: int,
+        recorder: Recorder,
     ) -> None:
         self.page_size = page_size
         self._layers = layers
         self._device = device
+        self._recorder = recorder
         self._own_watch = ModelWatch(model)
         self.decoder = decoder
         self._own_forward = OwnForward(model, layers)
@@ -145,9 +148,7 @@ class GraphRunner:
         self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
         self._sampling = torch.zeros(_SAMPLING_BYTES, dtype=torch.uint8, device=card)
         self._drawn = torch.zeros(drawn, dtype=torch.uint8, device=card)
-        self._buffers = [
-            _Buffers(self._inputs, self._sampling, self._drawn) for _ in range(steps_in_flight + 1)
-        ]
+        self._buffers = [_Buffers(self._inputs, self._sampling, self._drawn) for _ in range(steps_in_flight + 1)]
         self._turn = 0
         self._change: str | None = None
         self._look_again = 0.0
@@ -270,7 +271,8 @@ class GraphRunner:
         if self._closed:
             return
         try:
-            self._graphs.capture(key, work)
+            with self._recorder.span(Phase.CAPTURE):
+                self._graphs.capture(key, work)
         except Exception as error:  # it goes on as it is, and `launches` says why
             self._uncapturable = f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -361,7 +363,8 @@ class GraphRunner:
             page_table=torch.from_numpy(table).to(card),
             page_size=self.page_size,
         )
-        return self._logits_of(input_ids, batch, logits_at, False)
+        with torch.cuda.device(card):  # Triton launches on the current one
+            return self._logits_of(input_ids, batch, logits_at, False)
 
     @torch.no_grad()
     def capture_all(self, progress: Callable[[float], None]) -> None:

@@ -43,6 +43,7 @@ class PackedLinear:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._weights: list[Tensor] = [linear.weight for linear in linears]
+        self._versions: list[int] = []
         self._biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self._parameters = (*self._weights, *self._biases)
         self._pack()
@@ -57,7 +58,7 @@ class PackedLinear:
 
     @torch.no_grad()
     def _pack(self) -> None:
-        self._versions: list[int] = [parameter._version for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
         weight = self._weights[0].detach() if len(self._weights) == 1 else torch.cat(self._weights)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias: Tensor | None = torch.cat(self._biases) if self._biases else None

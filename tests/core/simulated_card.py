@@ -57,7 +57,7 @@ class Stream:
 class Card(CPUDevice):
     """In place of `core.cuda.CUDADevice`."""
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, waiting: str) -> None:
         super().__init__()
         self.stream = Stream()
         self.here = 0
