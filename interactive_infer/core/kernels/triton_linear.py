@@ -61,10 +61,12 @@ def plan(tokens: int, out_features: int, in_features: int, device: torch.device)
 
 
 def _vectors(tokens: int, out_features: int, in_features: int, device: torch.device) -> Plan | None:
-    """For one token always; for two to four where the rows are too few to keep a matrix kernel's programs busy."""
+    """For one token nearly always; for two to four where the rows are too few to keep a matrix kernel's programs busy."""
     fill = multiprocessors(device)
     if tokens > 1:
         return Plan(4, 1024, 4, 1, vectors=True) if tokens <= _MAX_VECTORS and out_features < 12 * fill else None
+    if out_features >= 64 * in_features:  # a small model's head: 74 µs as a matrix kernel, 85 so (1024 → 151936)
+        return None
     elements = out_features * in_features
     if elements <= (1 << 24 if in_features >= 3072 else 1 << 22):
         # What counts is how soon every multiprocessor has loads under way: small programs, of about 8192 weights.
