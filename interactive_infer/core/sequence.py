@@ -94,7 +94,8 @@ class Sequence:
     @property
     def max_length(self) -> int:
         """Length at which the generation ends with `length`."""
-        return min(self.token_limit, self.prompt_length + self.params.max_tokens)
+        limit = self.prompt_length + self.params.max_tokens  # no min(): asked for at every token
+        return limit if limit < self.token_limit else self.token_limit
 
     @property
     def num_todo(self) -> int:
