@@ -378,3 +378,22 @@ async def test_every_way_of_waiting_writes_the_same(waiting):
     async with await load() as engine:
         again = [engine.generate(prompt(9, i), max_tokens=20, temperature=0, ignore_eos=True) for i in range(4)]
         assert [(await generation).token_ids for generation in again] == texts
+
+
+async def test_two_engines_on_two_cards_from_one_loop():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    models = [tiny_model("llama").to(f"cuda:{index}") for index in range(2)]
+    async with await load(models[0]) as one, await load(models[1]) as two:
+        assert [one.info().device, two.info().device] == ["cuda:0", "cuda:1"]
+        asked = [
+            engine.generate(prompt(10, i), max_tokens=100, temperature=0, ignore_eos=True)
+            for i in range(4)
+            for engine in (one, two)
+        ]
+        texts = [(await generation).token_ids for generation in asked]
+        assert texts[0::2] == texts[1::2]
+        steps = [engine.timeline.recorder.snapshot().steps for engine in (one, two)]
+        # Each card's work overlaps the other's: the loop feeds both.
+        together = min(s["end"].max() for s in steps) - max(s["start"].min() for s in steps)
+        assert together > 0
