@@ -54,6 +54,20 @@ def measure() -> dict[str, float]:
     def step(i: int) -> None:
         recorder.step(i, i + 1, step_id=i, batch_size=8, tokens=8, prefill_tokens=0, stream=0)
 
+    many = list(range(64))
+
+    def full_step(i: int) -> None:
+        recorder.step(
+            i,
+            i + 1,
+            step_id=i,
+            batch_size=64,
+            tokens=64,
+            prefill_tokens=0,
+            generations=many,
+            drawn=[i + each for each in many],
+        )
+
     def record(i: int) -> None:
         recorder.record(Phase.PLAN, i, i + 1, i)
 
@@ -62,6 +76,7 @@ def measure() -> dict[str, float]:
         "record with a name, ns": ns_per_call(lambda i: recorder.record(Phase.USER, i, i + 1, i, "my work")),
         "with span(), ns": ns_per_call(span),
         "step, ns": ns_per_call(step),
+        "step of 64 generations, ns": ns_per_call(full_step),
         "lag, ns": ns_per_call(lambda i: recorder.lag(i, 1)),
         "runnable, ns": ns_per_call(lambda i: recorder.runnable(i, i)),
         "record from 4 threads, ns": ns_per_call_in_threads(record, 4),
@@ -72,8 +87,13 @@ def measure() -> dict[str, float]:
         for phase in (Phase.PLAN, Phase.LAUNCH, Phase.COMMIT, Phase.AWAIT):
             recorder.record(phase, start + 100 * phase, start + 100 * phase + 90, i)
         recorder.step(start + 200, start + 900_000, step_id=i, batch_size=8, tokens=8, prefill_tokens=0)
+    newest = [int(rows["number"][-1]) if len(rows) else 0 for rows in recorder.tail()]
     timeline = Timeline(recorder)
-    for name, call in (("snapshot", recorder.snapshot), ("summary", timeline.summary)):
+    for name, call in (
+        ("what is new (nothing)", lambda: recorder.tail(newest)),
+        ("snapshot", recorder.snapshot),
+        ("summary", timeline.summary),
+    ):
         start = time.perf_counter_ns()
         call()
         figures[f"{name} of full rings, ms"] = (time.perf_counter_ns() - start) / 1e6

@@ -13,6 +13,7 @@ from interactive_infer.errors import (
     MissingPackageError,
     ModelLoadError,
     ModelNotFoundError,
+    NestedLoopError,
     PromptTooLongError,
     ReentrantStepError,
     UnsupportedModelError,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
         Usage,
     )
     from interactive_infer.info import EngineInfo
+    from interactive_infer.notebook.kernel import keep_live, live_controls
+    from interactive_infer.notebook.sync import run_sync
     from interactive_infer.timeline import Timeline
     from interactive_infer.waiting import device_done, run_on_device
 
@@ -51,6 +54,7 @@ __all__ = [
     "MissingPackageError",
     "ModelLoadError",
     "ModelNotFoundError",
+    "NestedLoopError",
     "PromptTooLongError",
     "ReentrantStepError",
     "SamplingParams",
@@ -61,7 +65,10 @@ __all__ = [
     "Usage",
     "WrongLoopError",
     "device_done",
+    "keep_live",
+    "live_controls",
     "run_on_device",
+    "run_sync",
 ]
 
 # Loaded on first use, so that importing the package costs little.
@@ -78,6 +85,10 @@ _LAZY = {
     "Timeline": "timeline",
     "device_done": "waiting",
     "run_on_device": "waiting",
+    "keep_live": "notebook.kernel",
+    "live_controls": "notebook.kernel",
+    "run_sync": "notebook.sync",
+    "load_ipython_extension": "notebook.magics",  # for %load_ext
 }
 
 

@@ -25,6 +25,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 _NOTEBOOK = Path("notebooks", "01_quickstart.ipynb")
 # With about how many minutes each takes on two CPU cores: quick, and in full.
 _BENCHMARKS = {"loop_lag.py": (1, 2), "throughput.py": (1, 10)}
+_THINGS = ("sea", "moon", "bread", "rain", "piano", "desert", "clock", "harbour")
 _QUICK = ["--quick", "--counts", "1", "8"]
 _VERSIONS = (
     "torch",
@@ -51,11 +52,20 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="print versions, devices, the default model and the kernels")
     bench = commands.add_parser("bench", help="run loop lag and throughput, in short: about 2 minutes")
     bench.add_argument("--full", action="store_true", help="more tokens, and 32 generations: about 12 minutes")
+    bench.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="instead, write a few texts with the default model and leave their timeline: .png or .svg, or .json for "
+        "ui.perfetto.dev",
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "demo":
             return _demo(chosen.output)
-        return _doctor() if chosen.command == "doctor" else _bench(chosen.full)
+        if chosen.command == "doctor":
+            return _doctor()
+        return _bench(chosen.full) if chosen.timeline is None else asyncio.run(_timeline(chosen.timeline))
     except KeyboardInterrupt:
         return 130
 
@@ -367,3 +377,26 @@ def _bench(full: bool) -> int:
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": _python_path()})
         status = status or done.returncode
     return status
+
+
+async def _timeline(path: Path) -> int:
+    """Write eight texts side by side, print what the timeline says, and leave it at `path`."""
+    from .engine import Engine
+
+    kinds = (".png", ".svg", ".json")
+    if path.suffix not in kinds:
+        raise SystemExit(f"--timeline {path}: give a file that ends in {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise SystemExit(f"--timeline {path}: there is no folder {path.parent}")
+    prompts = [f"{number}. A word about the {thing}:" for number, thing in enumerate(_THINGS, start=1)]
+    async with await Engine.load() as engine:
+        await engine.generate("Warming up", max_tokens=8)
+        engine.timeline.clear()
+        await engine.generate(prompts, max_tokens=64, ignore_eos=True)
+        if path.suffix == ".json":
+            engine.timeline.save(path)
+        else:
+            engine.timeline.figure().savefig(path)
+        print(engine.timeline.summary())
+    print("left", path)
+    return 0

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from interactive_infer.core.output import Output
+from interactive_infer.defaults import Defaults
 from interactive_infer.errors import EngineClosedError, InferError, InvalidRequestError, PromptTooLongError, twin
 from interactive_infer.generation import Generation, GenerationGroup
 from interactive_infer.info import EngineInfo
@@ -31,12 +32,17 @@ from interactive_infer.prompts import SHORT_TEXT, Prompt
 from interactive_infer.sampling import SamplingParams
 from interactive_infer.step_loop import StepLoop
 from interactive_infer.timeline import Timeline
+from interactive_infer.timeline.gathered import Gathered
+from interactive_infer.timeline.recorder import Phase
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from interactive_infer.assembly import Parts
+    from interactive_infer.notebook.widgets.controls import Controls
+    from interactive_infer.notebook.widgets.monitor import Monitor
+    from interactive_infer.notebook.widgets.playground import Playground
 
 _TEXTS_A_BATCH = 64  # of those that a thread tokenizes: the first are queued before the last are known
 _PATIENCE_S = 0.05
@@ -59,6 +65,8 @@ class Engine:
         self.max_length: int = parts.max_length
         """Longest text, prompt and continuation together, in tokens."""
         self.timeline: Timeline = parts.timeline
+        self.defaults = Defaults()
+        """What holds for calls that are given no SamplingParams: `engine.defaults.update(temperature=0.7)`."""
         self.closed = False
         """Whether `close` is done. From its call on nothing new is taken."""
         self._closing = False
@@ -66,6 +74,7 @@ class Engine:
         self._prompts = parts.prompts
         self._options = options
         self._numbers = itertools.count(1)
+        self._decoding = Gathered(parts.timeline.recorder, Phase.DETOKENIZE)
         self._ledger = Ledger(
             parts.scheduler, parts.flights, eos_token_ids=parts.eos_token_ids, max_length=parts.max_length
         )
@@ -124,7 +133,8 @@ class Engine:
         with ProgressBar(progress) as bar:
 
             def report(stage: str, done: float) -> None:
-                loop.call_soon_threadsafe(bar.update, stage, done)
+                with contextlib.suppress(RuntimeError):  # cancelled, and the loop is closed: nobody looks at the bar
+                    loop.call_soon_threadsafe(bar.update, stage, done)
 
             engine = await asyncio.to_thread(cls._load, model, tokenizer, device, dtype, options, report, freeze_gc)
         engine._steps.bind()
@@ -185,22 +195,15 @@ class Engine:
     async def close(self) -> int:
         """Cancel what is unfinished, wait for the device, free everything; returns the bytes given back.
 
-        Weights count only if this engine loaded them. Closed already: 0. Interrupted, it is taken up where it was by
-        the next call; several at once all return when the engine is closed, one of them with the bytes.
+        Weights count only if this engine loaded them. Closed already: 0. Once called it is carried out, also when its
+        caller is cancelled. Several calls all return when the engine is closed, one of them with the bytes.
         """
         if self.closed:
             return 0
         self._steps.bind()
-        freed: list[int] = []
-        while not self._steps.turn(self._begin_to_close):
-            await asyncio.sleep(0.001)
-        while (flight := self._parts.flights.oldest) is not None:
-            with contextlib.suppress(Exception):  # how it ended is the commit's business
-                await flight.completion
-            self._steps.settle(flight)
-        while not self._steps.turn(partial(self._shut_down, freed)):
-            await asyncio.sleep(0.001)
-        return sum(freed)
+        self._steps.turn(self._begin_to_close)  # readers are told now, unless another thread is in a turn
+        # A thread of the loop's own pool: no cancellation reaches it, and asyncio.run waits for it at its end.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self.close_sync))
 
     def close_sync(self) -> int:
         """`close` for a script or a synchronous cell. Raises ReentrantStepError inside a step."""
@@ -226,11 +229,14 @@ class Engine:
 
     def _shut_down(self, freed: list[int]) -> None:
         """In a turn, once nothing is in flight."""
-        if not self.closed:
-            self.closed = True
+        if self.closed:
+            return
+        try:
             freed.append(self._parts.close())
             if self._parts.owned:
                 del self.model
+        finally:
+            self.closed = True
 
     def __del__(self) -> None:
         # Nobody is in a turn, which would refer to it, and nothing is in flight but what a loop left that was closed.
@@ -326,15 +332,33 @@ class Engine:
             self._steps.drive_until([asked] if isinstance(asked, Generation) else asked, interrupts)
         return asked.result_sync()
 
+    def controls(self) -> Controls:
+        """Sliders and fields for `defaults`, as a widget. MissingPackageError without the [notebook] extra."""
+        from interactive_infer.notebook.made import controls
+
+        return controls(self)
+
+    def monitor(self) -> Monitor:
+        """How full and how busy this engine is, as a live widget."""
+        from interactive_infer.notebook.made import monitor
+
+        return monitor(self)
+
+    def playground(self) -> Playground:
+        """A prompt or a conversation, parameters, samples side by side and a history, as a widget."""
+        from interactive_infer.notebook.made import playground
+
+        return playground(self)
+
     def info(self) -> EngineInfo:
         """What is loaded, how it runs, and how full it is."""
         self._check_open()
         return self._parts.info(self._options.waiting)
 
     def reset_prefix_cache(self) -> None:
-        """Forget reusable pages: to be called after the model's weights were changed."""
+        """Forget what was computed from the model's weights: to be called after they were changed."""
         self._check_open()
-        self._steps.post(self._parts.cache.clear)
+        self._steps.post(self._parts.weights_changed)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -345,7 +369,7 @@ class Engine:
     # -- generations -------------------------------------------------------------------------------------------
 
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
-        made = SamplingParams.make(params, **sampling)
+        made = SamplingParams.make(params if params is not None else self.defaults.params, **sampling)
         made.validate_for(self.vocab_size)
         return made
 

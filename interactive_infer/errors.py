@@ -56,6 +56,10 @@ class ReentrantStepError(InferError, RuntimeError):
     """A hook or callback that runs inside an engine's step asked the same engine for another step."""
 
 
+class NestedLoopError(InferError, RuntimeError):
+    """A running event loop cannot be run once more from inside, or only by losing cells; the message says what can."""
+
+
 class MissingPackageError(InferError, ImportError):
     """A package that only this call needs is not installed; the message says how to get it."""
 

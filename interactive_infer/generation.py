@@ -18,10 +18,10 @@ from interactive_infer.errors import EngineClosedError, InvalidRequestError, twi
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.prompts import whole_number
 from interactive_infer.sampling import SamplingParams
-from interactive_infer.timeline.recorder import Phase
 
 if TYPE_CHECKING:
     from interactive_infer.engine import Engine
+    from interactive_infer.notebook.widgets.controls import Controls
 
 _TOKENS_A_TURN = 64
 _TURN_S = 0.001
@@ -67,13 +67,21 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a generation's time went, in seconds; None for what did not happen.
+    """Where a generation's time went, in seconds.
 
-    `queue`: from the call to the first step that held it. `time_to_first_token`: from the call to the first token on
-    the host. `total`: from the call to the end. `tokens_per_second`: over the time after the first token.
+    What it was doing, which adds up to its life so far (`core.spent`): `queue`, waiting for a place in a step, at first
+    and after `resume`; `prefill`, while more than one token had to be computed for its next one; `decode`, from token
+    to token; `paused`; `preempted`, while its pages were somebody else's.
+
+    None for what did not happen: `time_to_first_token`, from the call to the first token on the host; `total`, from the
+    call to the end; `tokens_per_second`, over the time after the first token.
     """
 
-    queue: float | None
+    queue: float
+    prefill: float
+    decode: float
+    paused: float
+    preempted: float
     time_to_first_token: float | None
     total: float | None
     tokens_per_second: float | None
@@ -99,31 +107,45 @@ class Completion:
         return f"<Completion {self.finish_reason}, {self.usage.completion_tokens} tokens: {text!r}>"
 
 
+_Futures = dict[asyncio.Future[None], None]
+
+
 class _Readers:
-    """Futures of readers that wait for something new. A listener of the output; it does not refer to the generation.
+    """Futures of readers: those that wait for something new, and those that wait for the end alone. A listener of the
+    output; it does not refer to the generation.
 
     Called by whichever thread drives. The futures' loops may be others, or closed by now. No lock: a reader enters its
     future first and looks at the output after, the driver changes the output first and empties the dictionary after.
     """
 
-    def __init__(self) -> None:
-        self.futures: dict[asyncio.Future[None], None] = {}
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self.of_news: _Futures = {}
+        self.of_end: _Futures = {}
 
     def __call__(self) -> None:
-        if not self.futures:
-            return
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        with contextlib.suppress(KeyError):  # popitem() of an empty dict: everyone is told
-            while True:
-                future = self.futures.popitem()[0]
-                if future.get_loop() is here:
-                    _set(future)
-                else:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
-                        future.get_loop().call_soon_threadsafe(_set, future)
+        if self.of_news:
+            _tell(self.of_news)
+        if self.of_end and self._output.finish_reason is not None:
+            _tell(self.of_end)
+
+
+def _tell(futures: _Futures) -> None:
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    try:
+        while True:
+            future = futures.popitem()[0]
+            loop = future.get_loop()
+            if loop is here:
+                _set(future)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
+                    loop.call_soon_threadsafe(_set, future)
+    except KeyError:  # popitem() of an empty dict: everyone is told
+        pass
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -169,7 +191,7 @@ class Generation:
         self._num_continued = num_continued  # tokens of the one that it continues, which `max_tokens` counts too
         self._was_held = False
         self._paused_early = False  # before its prompt was tokenized
-        self._readers = _Readers()
+        self._readers = _Readers(output)
         self._listeners = Listeners([self._readers])
         output.attach(self._listeners)
         self._tokens: list[Token] = []
@@ -228,10 +250,10 @@ class Generation:
             return None if at_ns is None else (at_ns - output.created_ns) / 1e9
 
         return Timing(
-            since_call(output.scheduled_ns),
-            since_call(times[0] if times else None),
-            since_call(output.finished_ns),
-            tokens_per_second,
+            **{doing: ns / 1e9 for doing, ns in output.spent.now().items()},
+            time_to_first_token=since_call(times[0] if times else None),
+            total=since_call(output.finished_ns),
+            tokens_per_second=tokens_per_second,
         )
 
     @property
@@ -272,13 +294,8 @@ class Generation:
 
     async def _finished(self) -> Completion:
         self._begin_reading()
-        if self._output.finish_reason is not None:
-            await asyncio.sleep(0)
-        while True:
-            changes = self._output.changes
-            if self._output.finish_reason is not None:
-                return self._result()
-            await self._changed(changes)
+        await self._until(self._readers.of_end, lambda output: output.finish_reason is not None)
+        return self._result()
 
     def _begin_reading(self) -> None:
         """A reader has come: the engine binds to its loop, and holds this generation until it ends."""
@@ -287,23 +304,23 @@ class Generation:
             steps.bind()
             steps.hold(self)
 
-    async def _changed(self, changes: int) -> None:
-        """Wait until there is more than after `changes` notifications of the output; one turn of the loop at least.
+    async def _until(self, futures: _Futures, come: Callable[[Output], bool]) -> None:
+        """Wait as one of `futures` until what it is there for has `come`; one turn of the loop at least.
 
         Cancelled here: the generation is cancelled with its reader.
         """
         future = asyncio.get_running_loop().create_future()
-        self._readers.futures[future] = None
+        futures[future] = None
         try:
-            if self._output.changes == changes:
-                await future
-            else:
+            if come(self._output):
                 await asyncio.sleep(0)
+            else:
+                await future
         except asyncio.CancelledError:
             self.cancel()
             raise
         finally:
-            self._readers.futures.pop(future, None)
+            futures.pop(future, None)
 
     def _result(self) -> Completion:
         if self._output.error is not None:
@@ -312,7 +329,9 @@ class Generation:
 
     def _visible_tokens(self) -> list[Token]:
         output, made = self._output, self._tokens
-        start_ns = time.perf_counter_ns() if len(output.token_ids) > len(made) else 0
+        if len(made) == len(output.token_ids):
+            return made
+        start_ns = time.perf_counter_ns()
         with self._tokens_lock:
             for index in range(len(made), output.decode()):
                 token_id, text = output.token_ids[index], output.piece(index)
@@ -322,12 +341,23 @@ class Generation:
                 else:
                     alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
                     made.append(Token(token_id, text, index, at.logprob, at.rank, alternatives))
-        if start_ns and (engine := self._engine_ref()) is not None:
-            engine.timeline.recorder.record(Phase.DETOKENIZE, start_ns, time.perf_counter_ns(), self.number)
+        if (engine := self._engine_ref()) is not None:
+            engine._decoding.add(start_ns, time.perf_counter_ns(), last=output.finish_reason is not None)
         return made
 
     def _text_of(self, token_id: int) -> str:
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    async def score(self, k: int = 5) -> tuple[Token, ...]:
+        """The tokens so far with `logprob`, `rank` and the `k` (0 to 20) most likely `alternatives` of the model's own
+        distribution, also where they were generated without `logprobs`.
+
+        One forward pass over prompt and text, off the loop and apart from the engine's steps: it reads no cached page,
+        and computes the logits of 64 positions at a time. Raises InvalidRequestError for `k`, EngineClosedError.
+        """
+        from interactive_infer.scoring import score
+
+        return await score(self, k)
 
     # -- steering ----------------------------------------------------------------------------------------------
 
@@ -445,6 +475,12 @@ class Generation:
         show(self)
         return self
 
+    def controls(self) -> Controls:
+        """Sliders and fields for its sampling parameters, as a widget. MissingPackageError without the [notebook] extra."""
+        from interactive_infer.notebook.made import controls
+
+        return controls(self)
+
     def _ipython_display_(self) -> None:
         from interactive_infer.notebook.display import show
 
@@ -486,7 +522,8 @@ class _TokenReader:
 
     async def _give_way(self, changes: int | None) -> None:
         """A turn for the loop: until there is more than after `changes` notifications, or just one."""
-        await self._generation._changed(-1 if changes is None else changes)
+        generation = self._generation
+        await generation._until(generation._readers.of_news, lambda output: output.changes != changes)
         self._turn_due = (self._index + _TOKENS_A_TURN, time.perf_counter() + _TURN_S)
 
 
@@ -555,6 +592,12 @@ class GenerationGroup(Seq[Generation]):
         for generation in self._generations:
             generation.show()
         return self
+
+    def controls(self) -> Controls:
+        """Sliders and fields for the sampling parameters of all at once, as a widget."""
+        from interactive_infer.notebook.made import controls
+
+        return controls(self)
 
     def _ipython_display_(self) -> None:
         self.show()

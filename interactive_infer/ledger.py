@@ -110,6 +110,7 @@ class Ledger:
             return
         if generation._sequence is None:
             generation._paused_early = True
+            generation._output.spent.go("paused")
         else:
             self._scheduler.pause(generation._sequence)
         self._held.pop(generation.number, None)
@@ -118,7 +119,9 @@ class Ledger:
     def resume(self, generation: Generation) -> None:
         if generation.finish_reason is not None:
             return
-        generation._paused_early = False
+        if generation._paused_early:
+            generation._paused_early = False
+            generation._output.spent.go("queue")
         if generation._sequence is not None:
             self._scheduler.resume(generation._sequence)
         if generation._was_held:
@@ -129,6 +132,7 @@ class Ledger:
         if generation.finish_reason is not None:
             return
         generation._output.watch_for(params.stop, params.min_tokens)
+        generation._output.notify()  # who shows its parameters, paused ones' too
         sequence = generation._sequence
         if sequence is None:
             return

@@ -38,7 +38,8 @@ class Prompts:
         """The prompts that were given, and whether they were given as a list."""
         if isinstance(prompt, str):
             return [prompt], False
-        if isinstance(prompt, bytes | Mapping | Set) or not hasattr(prompt, "__iter__"):
+        single = not hasattr(prompt, "__iter__") or getattr(prompt, "ndim", 1) == 0
+        if single or isinstance(prompt, bytes | Mapping | Set):
             raise InvalidRequestError(
                 "prompt", prompt, "give text, a list of token ids, or a list of those (for messages there is chat())"
             )
@@ -67,9 +68,10 @@ class Prompts:
             if isinstance(prompt, str):
                 ids = next(rest) if at_once else None
             else:
-                ids = [int(token_id) for token_id in prompt]
-                for token_id in ids:
-                    self._check_id("prompt", token_id)
+                ids = list(map(int, prompt))
+                if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                    for token_id in ids:
+                        self._check_id("prompt", token_id)
             if ids is not None:
                 self.check_length(prompt, ids, "prompt")
             prepared.append((prompt if isinstance(prompt, str) else None, ids))
@@ -147,11 +149,19 @@ class Prompts:
 
 
 def _are_ids(items: Sequence[Any]) -> bool:
-    return all(whole_number(item) is not None for item in items)
+    """Whether these are token ids. InvalidRequestError where only the first ones are."""
+    if all(map(_whole, set(map(type, items)))):  # type by type: there may be tens of thousands of them
+        return True
+    if _whole(type(items[0])):
+        other = next(item for item in items if not _whole(type(item)))
+        raise InvalidRequestError("prompt", other, "stands among token ids and is none: those are whole numbers")
+    return False
+
+
+def _whole(kind: type) -> bool:
+    return issubclass(kind, numbers.Integral) and not issubclass(kind, bool)
 
 
 def whole_number(value: Any) -> int | None:
     """`value` as an int if it is a whole number (Python's or NumPy's, and not a bool), else None."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        return None
-    return int(value)
+    return int(value) if _whole(type(value)) else None

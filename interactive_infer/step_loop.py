@@ -214,9 +214,11 @@ class StepLoop:
         self.turn(self._advance)
         if len(self._flights) and not self._driven(loop):
             # In a context of its own: what it starts belongs to no cell and no widget message.
+            context = contextvars.Context()
             self._task = loop.create_task(
-                self._run(self._owner()), name=f"interactive_infer {self._name}", context=contextvars.Context()
+                self._run(self._owner()), name=f"interactive_infer {self._name}", context=context
             )
+            self._task.add_done_callback(self._task_ended, context=context)
         if len(self._ledger) and loop not in self._beating:
             self._beating.add(loop)
             self._beat(loop, None)
@@ -224,6 +226,13 @@ class StepLoop:
     def _driven(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether somebody drives, or nobody should now."""
         return self._wheel.locked() or self._task is not None or loop.time() < self._rest_until
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Not left to the task itself: one that is cancelled before its first turn runs nothing."""
+        if self._task is task:
+            self._task = None
+            if task.cancelled():
+                self._rest_until = task.get_loop().time() + _AFTER_CANCEL_S
 
     async def _run(self, owner: object) -> None:
         """Await the oldest flight, commit it, launch the next; ends when nothing is in flight, or another drives.
@@ -239,15 +248,13 @@ class StepLoop:
                 self._recorder.record(Phase.AWAIT, start, time.perf_counter_ns(), flight.number)
                 if self._task is task:
                     self.settle(flight)
-        except asyncio.CancelledError:
             if self._task is task:
-                self._rest_until = asyncio.get_running_loop().time() + _AFTER_CANCEL_S
-            raise
+                self._task = None  # at once: what is asked for before its callback runs gets a task of its own
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            # From a callback it reaches whoever runs the loop, without a task that reports it again later.
+            asyncio.get_running_loop().call_soon(_raise, interrupt)
         except Exception as error:
             self.turn(partial(self._fail, error), patience=_POLL_S)
-        finally:
-            if self._task is task:
-                self._task = None
 
     async def _landed(self, flight: Flight) -> None:
         if self._waiting == "block":
@@ -332,6 +339,10 @@ class StepLoop:
     def close(self) -> None:
         """No more steps; the heartbeat ends at its next beat."""
         self.closed = True
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

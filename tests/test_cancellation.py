@@ -9,6 +9,7 @@ through whole.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
 import itertools
@@ -201,15 +202,16 @@ def bystander(generation: Generation) -> asyncio.Task[Completion]:
 
 async def check_idle(engine: Engine) -> None:
     """No page, slot, step, reference or message of anything that was asked for is left."""
-    steps, parts, scheduler = engine._steps, engine._parts, engine._parts.scheduler
-    await until(lambda: not len(parts.flights) and (steps._task is None or steps._task.done()))
+    steps, ledger, parts, scheduler = engine._steps, engine._ledger, engine._parts, engine._parts.scheduler
+    await until(lambda: not len(parts.flights) and steps._task is None)
     parts.cache.check(held=[])
     assert parts.cache.num_available == parts.cache.num_pages
     assert [scheduler.waiting, scheduler.running, list(scheduler.paused)] == [[], [], []]
     assert sorted(scheduler._slots) == list(range(scheduler.max_batch_size))
-    assert not steps._held
-    assert not steps._unfinished
+    assert [ledger._unfinished, ledger._sequences, ledger._held] == [{}, {}, {}]
     assert not steps._inbox
+    assert not steps._wheel.locked()
+    assert not parts.flights.driver.mine
 
 
 @contextlib.asynccontextmanager
@@ -441,7 +443,7 @@ class Lifetime:
             assert (await reader).finish_reason in ("cancelled", "length")
         engine = self.engine
         if engine is not None:
-            assert engine.closed
+            await until(lambda: engine.closed)  # the model is given back a moment before
             assert await engine.close() == 0
             await check_idle(engine)
             with pytest.raises(EngineClosedError):
@@ -470,6 +472,7 @@ async def closed_again(life: Lifetime) -> None:
         await life.engine.close()
     except asyncio.CancelledError:
         await life.engine.close()
+        assert life.engine.closed
         raise
 
 
@@ -479,6 +482,7 @@ async def closed_beside_another_close(life: Lifetime) -> None:
     await asyncio.sleep(0)
     try:
         await life.engine.close()
+        assert life.engine.closed
     finally:
         await asyncio.shield(closing)
 
@@ -579,3 +583,27 @@ def test_a_loop_that_ends_while_an_engine_is_closed() -> None:
     assert model.config._attn_implementation == "sdpa"
     assert our_threads() <= threads
     assert engine.close_sync() == 0
+
+
+def test_a_load_goes_on_after_its_loop_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    reported: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def slow_load(*arguments: Any) -> None:
+        *_, report, _ = arguments
+        started.set()
+        go_on.wait(30)
+        try:
+            reported.set_result(report("weights", 0.5))
+        except BaseException as error:
+            reported.set_exception(error)
+
+    monkeypatch.setattr(Engine, "_load", slow_load)
+    loop = asyncio.new_event_loop()
+    loading = loop.create_task(Engine.load(progress=False))
+    loop.run_until_complete(loop.run_in_executor(None, started.wait))
+    loading.cancel()
+    loop.run_until_complete(asyncio.wait([loading]))
+    loop.close()
+    go_on.set()
+    reported.result(30)

@@ -1,7 +1,8 @@
-"""What a generation that has ended answers to those who still steer it."""
+"""What a generation tells those who wait for it, and those who still steer it at its end."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -48,3 +49,16 @@ async def test_update_says_that_it_came_in_time(engine: Engine) -> None:
     assert group[1].update(max_tokens=9) is True
     assert group.update(presence_penalty=0.5) is True, "one of the two is unfinished"
     assert [len(done.token_ids) for done in await group] == [0, 9]
+
+
+async def test_who_awaits_the_completion_is_woken_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[asyncio.Future[None]] = []
+    monkeypatch.setattr("interactive_infer.generation._set", woken.append)
+    gen = engine.generate([5, 9, 2], max_tokens=9, temperature=0, ignore_eos=True)
+    reading = gen.future()
+    while gen.finish_reason is None:
+        await asyncio.sleep(0.001)
+    assert len(gen.token_ids) == 9
+    (future,) = woken
+    future.set_result(None)
+    assert (await reading).token_ids == gen.token_ids

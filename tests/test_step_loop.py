@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -133,7 +134,7 @@ class TestThreads:
 
 class TestLoops:
     @pytest.mark.parametrize("method", ["plan", "commit"])
-    def test_an_interrupt_on_a_loop_waits_until_the_turn_is_over(self, method, monkeypatch):
+    def test_an_interrupt_on_a_loop_waits_until_the_turn_is_over(self, method, monkeypatch, caplog):
         engine, completed = load(), []
         whole = getattr(engine._parts.scheduler, method)
 
@@ -156,6 +157,8 @@ class TestLoops:
         loop.run_until_complete(engine.close())
         loop.close()
         engine._parts.cache.check(held=[])
+        gc.collect()
+        assert not caplog.records, "no task reports it a second time"
 
     def test_a_reader_on_a_closed_loop_disturbs_nobody(self):
         engine = load()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import html
+import contextlib
 import importlib.util
+import itertools
 import logging
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from interactive_infer.notebook.hostile import markup, sound
 from interactive_infer.timeline.recorder import Phase
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ _LATE_S = 0.01
 def show(generation: Generation) -> None:
     """Display `generation` in the current cell and follow it until it ends.
 
-    - In a notebook: a live view (without anywidget plain HTML, at most 5 updates a second). When it ends the output
-      becomes text/plain and text/html with the final text, so the saved notebook needs no widget to show it.
+    - In a notebook: a live view (without anywidget plain HTML, at most 5 updates a second). The saved notebook has the
+      text as text/plain and text/html, which need no widget; the view stays usable while the kernel lives.
     - In a terminal IPython: prints the text once it is complete.
     - Elsewhere: does nothing.
 
@@ -51,49 +53,49 @@ def show(generation: Generation) -> None:
     if not hasattr(shell, "kernel"):
         _when_ended(generation, lambda: print(_plain(generation)))
         return
-    from IPython.display import display, update_display
-
-    display_id = uuid.uuid4().hex
-    if generation.finish_reason is not None:
-        display(bundle(generation), raw=True, display_id=display_id)
-        return
-    rate, view = PLAIN_RATE, {}
     if importlib.util.find_spec("anywidget") is not None:
         from interactive_infer.notebook.widgets.token_view import TokenView
 
-        token_view = TokenView(generation._output, _loop(generation))
-        rate, view = WIDGET_RATE, token_view.view_bundle
-    display({**bundle(generation), **view}, raw=True, display_id=display_id)
+        TokenView(generation).show()
+        return
+    from IPython.display import display, update_display
 
-    def publish(update: Update) -> None:
-        if view:
-            token_view.publish(update)
-        if update.final or not view:
-            # The view is left out of the final output: a reopened notebook has no model to show in it.
+    display_id = uuid.uuid4().hex
+    display(bundle(generation), raw=True, display_id=display_id)
+    if generation.finish_reason is None:
+
+        def publish(update: Update) -> None:
             update_display(bundle(generation), display_id=display_id, raw=True)
 
-    follower = Follower(generation, publish, rate=rate)
-    _on_driver(generation, follower.start)
+        on_driver(generation, Follower(generation, publish, rate=PLAIN_RATE).start)
 
 
 def bundle(generation: Generation) -> dict[str, str]:
     """The text so far as text/plain and text/html, safe to insert: everything is escaped."""
     return {
-        "text/plain": _plain(generation),
+        "text/plain": sound(_plain(generation)),
         "text/html": (
-            f'<pre style="{_PRE}">{html.escape(generation.text)}</pre>'
-            f'<div style="opacity: 0.6; font-size: smaller">{html.escape(status(generation))}</div>'
+            f'<pre style="{_PRE}">{markup(generation.text)}</pre>'
+            f'<div style="opacity: 0.7; font-size: smaller">{markup(status(generation))}</div>'
         ),
     }
 
 
 def status(generation: Generation) -> str:
-    """One line: the state, how many tokens there are, and tokens/s over the time after the first one."""
-    count = len(generation._output.token_ids)
+    """One line: the state, how many tokens there are and how fast they come.
+
+    Tokens/s are over the time after the first token; the time between tokens is the median of the last 100.
+    """
+    output = generation._output
+    count, times, timing = len(output.token_ids), output.times_ns[-101:], generation.timing
     words = [generation.finish_reason or generation.state, f"{count:,} token{'' if count == 1 else 's'}"]
-    rate = generation.timing.tokens_per_second
-    if rate is not None:
-        words.append(f"{rate:,.1f} tokens/s after the first")
+    if timing.tokens_per_second is not None:
+        words.append(f"{timing.tokens_per_second:,.1f} tokens/s after the first")
+    if timing.time_to_first_token is not None:
+        words.append(f"first token after {timing.time_to_first_token:.2f} s")
+    if len(times) > 1:
+        gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
+        words.append(f"{gaps[len(gaps) // 2] / 1e6:.1f} ms between tokens")
     if generation.error is not None:
         words.append(str(generation.error))
     return " · ".join(words)
@@ -101,11 +103,10 @@ def status(generation: Generation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """New text: it begins at character (code point) `start` of the whole. `final`: nothing comes after."""
+    """The texts of new tokens, of which `first` is the first's index. `final`: nothing comes after."""
 
-    start: int
-    text: str
-    status: str
+    first: int
+    pieces: list[str]
     final: bool
 
 
@@ -117,8 +118,9 @@ class Follower:
     """Hands what is new in a generation to `publish`, at most `rate` times a second, and the end at once.
 
     A listener of the generation's output: called on the driving thread after each commit, costs a few microseconds
-    unless something is due. Invariants: the texts of all updates, joined, are the generation's text; exactly one
-    update is final, and it is the last; a view that fails is logged and dropped, and the engine goes on.
+    unless something is due. Invariants: the pieces of all updates, joined, are the generation's text from token `first`
+    on; exactly one update is final, and it is the last; a view that fails is logged and dropped, and the engine goes
+    on. Hidden, it publishes the end alone.
 
     Args:
         clock: seconds, rising.
@@ -133,6 +135,7 @@ class Follower:
         publish: Callable[[Update], None],
         *,
         rate: float,
+        first: int = 0,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], Timer | None] | None = None,
     ) -> None:
@@ -146,29 +149,46 @@ class Follower:
         self._timer: Timer | None = None
         self._due = 0.0
         self._last = float("-inf")
-        self._num_tokens = 0
-        self._num_characters = 0
+        self._num_tokens = first
         self._following = False
+        self._hidden = False
 
     def start(self) -> None:
         """Begin, on the driving thread. Also right for a generation that has ended by now."""
         self._following = True
-        Follower.open_views += 1
+        Follower.open_views += not self._hidden
         self._generation._output.listeners.append(self)
         self()
 
     def stop(self) -> None:
         if self._following:
             self._following = False
-            Follower.open_views -= 1
-            self._generation._output.listeners.remove(self)
+            Follower.open_views -= not self._hidden
+            with contextlib.suppress(ValueError):  # the output drops a listener that failed
+                self._generation._output.listeners.remove(self)
             self._cancel_timer()
+
+    def hide(self) -> None:
+        """Nobody looks at it."""
+        if not self._hidden:
+            self._hidden = True
+            Follower.open_views -= self._following
+            self._cancel_timer()
+
+    def reveal(self) -> None:
+        """Somebody looks at it again: what is new comes now."""
+        if self._hidden:
+            self._hidden = False
+            Follower.open_views += self._following
+            self()
 
     def __call__(self) -> None:
         if not self._following:
             return
         if self._generation.finish_reason is not None:
             self._update()
+            return
+        if self._hidden:
             return
         now = self._clock()
         due = self._last + max(1 / self._rate, Follower.open_views / _MESSAGES_PER_SECOND)
@@ -201,16 +221,9 @@ class Follower:
             self._recorder.record(Phase.PUBLISH, decoded_ns, time.perf_counter_ns())
 
     def _take(self, final: bool) -> Update:
-        output, start = self._generation._output, self._num_characters
-        if final:
-            text = output.text[start:]
-        else:
-            # Piece by piece: joining the whole text at every update would be quadratic.
-            visible = output.decode()
-            text = "".join(output.piece(index) for index in range(self._num_tokens, visible))
-            self._num_tokens = visible
-        self._num_characters += len(text)
-        return Update(start, text, status(self._generation), final)
+        first, output = self._num_tokens, self._generation._output
+        self._num_tokens = output.decode()
+        return Update(first, [output.piece(index) for index in range(first, self._num_tokens)], final)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -240,7 +253,7 @@ def _call_later(delay: float, callback: Callable[[], None]) -> Timer | None:
     return loop.call_later(delay, callback)
 
 
-def _loop(generation: Generation) -> asyncio.AbstractEventLoop | None:
+def loop_of(generation: Generation) -> asyncio.AbstractEventLoop | None:
     """The loop that the engine runs on: not the running one where this is a thread of the kernel's own."""
     engine = generation._engine_ref()
     if engine is not None and engine._steps.loop is not None:
@@ -251,7 +264,7 @@ def _loop(generation: Generation) -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _on_driver(generation: Generation, start: Callable[[], None]) -> None:
+def on_driver(generation: Generation, start: Callable[[], None]) -> None:
     """Hold the generation until it ends and call `start`, both on the thread that drives its engine."""
     engine = generation._engine
     if engine is None:  # it ended this moment
@@ -277,4 +290,4 @@ def _when_ended(generation: Generation, then: Callable[[], None]) -> None:
         output.listeners.append(heard)
         heard()
 
-    _on_driver(generation, start)
+    on_driver(generation, start)

@@ -1,23 +1,36 @@
 """From records to busy time, overlap and bubbles with their causes: pure functions over interval arrays.
 
-Intervals are int64 arrays of shape (n, 2): half-open [start, end), in ns on `time.perf_counter_ns`. In normal
-form they are sorted, not empty, and neither overlap nor touch. No function loops over spans in Python.
+Times are ns on `time.perf_counter_ns`. No function loops over spans in Python.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline.recorder import Phase, Recording, Records
+from interactive_infer.timeline.intervals import (
+    Intervals,
+    clip,
+    complement,
+    intersect,
+    intervals,
+    topmost,
+    total,
+    union,
+)
+from interactive_infer.timeline.recorder import Phase, Work
+from interactive_infer.timeline.recording import WORK, Recording, Records, batch_numbers
 
-Intervals = NDArray[np.int64]
 Window = tuple[int, int]
 
 HOST_WORK = (Phase.PLAN, Phase.LAUNCH, Phase.COMMIT, Phase.DETOKENIZE, Phase.PUBLISH)
+# What goes on while nothing is to be done.
+_NO_WORK = (Phase.CELL, Phase.GC, Phase.CALLBACK, Phase.LOAD, Phase.CAPTURE)
 # A loop that is this late does not merely wait for its timer: epoll rounds up to whole milliseconds.
 LATE_NS = 1_000_000
 
@@ -32,92 +45,7 @@ _WORDS = {
     Phase.GC: "garbage collection",
     Phase.CALLBACK: "callback",
 }
-UNKNOWN, LATE_LOOP, LAUNCH_LATENCY = "unknown", "late loop", "launch latency"
-
-
-# -- intervals -----------------------------------------------------------------------------------------------
-
-
-def intervals(records: Records) -> Intervals:
-    """(n, 2) from records with the fields `start` and `end`; in their order, not in normal form."""
-    return np.stack([records["start"], records["end"]], axis=1)
-
-
-def union(*sets: Intervals) -> Intervals:
-    """The points in any of the intervals, in normal form."""
-    merged = np.concatenate([np.asarray(part, np.int64).reshape(-1, 2) for part in sets])
-    merged = merged[merged[:, 0] < merged[:, 1]]
-    if not len(merged):
-        return merged
-    merged = merged[np.argsort(merged[:, 0], kind="stable")]
-    reached = np.maximum.accumulate(merged[:, 1])
-    first = np.concatenate([[True], merged[1:, 0] > reached[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return np.stack([merged[first, 0], reached[last]], axis=1)
-
-
-def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The points in both; `a` and `b` in normal form, the result too."""
-    times = np.concatenate([a[:, 0], b[:, 0], a[:, 1], b[:, 1]])
-    deltas = np.repeat([1, -1], len(a) + len(b))
-    order = np.argsort(times, kind="stable")
-    times = times[order]
-    both = np.flatnonzero((np.cumsum(deltas[order])[:-1] == 2) & (times[:-1] < times[1:]))
-    return np.stack([times[both], times[both + 1]], axis=1)
-
-
-def complement(a: Intervals, t0: int, t1: int) -> Intervals:
-    """The points of [t0, t1) outside `a`; `a` in normal form, the result too."""
-    a = clip(a, t0, t1)
-    edges = np.concatenate([[t0], a.ravel(), [t1]]).reshape(-1, 2)
-    return edges[edges[:, 0] < edges[:, 1]]
-
-
-def clip(a: Intervals, t0: int, t1: int) -> Intervals:
-    """What of each interval lies in [t0, t1); empty ones are left out."""
-    a = np.clip(a, t0, t1)
-    return a[a[:, 0] < a[:, 1]]
-
-
-def total(a: Intervals) -> int:
-    """The measure of intervals in normal form, ns."""
-    return int((a[:, 1] - a[:, 0]).sum())
-
-
-def coverage(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The share of each bin between neighbouring `edges` that `a` (normal form) covers, 0 to 1."""
-    if not len(a):
-        return np.zeros(len(edges) - 1)
-    before = np.cumsum(a[:, 1] - a[:, 0]) - (a[:, 1] - a[:, 0])
-    reached = np.stack([before, before + a[:, 1] - a[:, 0]], axis=1).ravel()  # the measure up to each border
-    covered = np.diff(np.interp(edges - edges[0], a.ravel() - edges[0], reached))
-    shares: NDArray[np.float64] = covered / np.diff(edges)
-    return shares
-
-
-def topmost(spans: Intervals, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each stretch between neighbouring `cuts`, the last of `spans` that covers it, or -1.
-
-    `spans`: (n, 2) in any order, which is the order "last" means. `cuts`: sorted, without repetition, and
-    holding every start and end in `spans`. A range maximum for all stretches at once, as in a sparse table
-    run backwards: each span marks the two power-of-two blocks that cover it, then blocks hand their mark down
-    to their halves. O(n log n) in numpy.
-    """
-    first = np.searchsorted(cuts, spans[:, 0])
-    size = np.searchsorted(cuts, spans[:, 1]) - first
-    kept = np.flatnonzero(size > 0)
-    first, size = first[kept], size[kept]
-    level = np.frexp(size)[1] - 1  # floor(log2)
-    # top[i] at level k is the mark of the block of 2**k stretches from i on.
-    top = np.full(max(len(cuts) - 1, 0), -1, np.int64)
-    for k in range(int(level.max(initial=0)), -1, -1):
-        block, here = 1 << k, level == k
-        np.maximum.at(top, first[here], kept[here])
-        np.maximum.at(top, first[here] + size[here] - block, kept[here])
-        if half := block >> 1:
-            wider, top = top, top.copy()
-            np.maximum(top[half:], wider[:-half], out=top[half:])
-    return top
+UNKNOWN, LATE_LOOP, LAUNCH_LATENCY, WAKE_UP = "unknown", "late loop", "launch latency", "waking the loop"
 
 
 # -- what a recording says -----------------------------------------------------------------------------------
@@ -126,16 +54,16 @@ def topmost(spans: Intervals, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
 def window_of(recording: Recording, last: float | None = None) -> Window:
     """From the first record of work to the newest, or the `last` seconds of that; (t0, t1) in ns.
 
-    Cells, garbage collections, callbacks and loop lag go on while nothing is to be done, so they do not
-    stretch the window (unless there is nothing else). It never reaches back beyond `recording.complete_from`.
+    Loading, capturing, cells, garbage collections, callbacks and loop lag go on while nothing is to be done, so they do
+    not stretch the window (unless there is nothing else). It never reaches back beyond `recording.complete_from`.
     """
     is_number = isinstance(last, int | float) and not isinstance(last, bool)
     if last is not None and not (is_number and 0 < last < float("inf")):
         raise InvalidRequestError("last", last, "give a positive number of seconds, or None for all that is recorded")
     spans = recording.spans
-    work = spans[~np.isin(spans["phase"], (Phase.CELL, Phase.GC, Phase.CALLBACK))]
-    starts = np.concatenate([work["start"], recording.steps["start"], recording.runnable["at"]])
-    ends = np.concatenate([work["end"], recording.steps["end"], recording.runnable["at"]])
+    parts = (spans[~np.isin(spans["phase"], _NO_WORK)], recording.steps, recording.work)
+    starts = np.concatenate([*(part["start"] for part in parts), recording.runnable["at"]])
+    ends = np.concatenate([*(part["end"] for part in parts), recording.runnable["at"]])
     if not len(starts):
         starts, ends = spans["start"], spans["end"]
     if not len(starts):
@@ -146,9 +74,34 @@ def window_of(recording: Recording, last: float | None = None) -> Window:
     return min(t0, t1), t1
 
 
-def busy_intervals(recording: Recording, window: Window) -> Intervals:
-    """Device busy: the union of all steps of all streams; a gap in one under work in another is not idle."""
-    return union(clip(intervals(recording.steps), *window))
+def busy_intervals(
+    recording: Recording, window: Window, *, device: int | None = None, kernels: bool = False
+) -> Intervals:
+    """Device busy: the union over all streams; a gap in one under work in another is not idle.
+
+    Of steps and other work between events; or of kernels (`kernels`, and where there is nothing else). `device`: of
+    that one alone.
+    """
+    steps, work = recording.steps, recording.work
+    is_kernel = work["kind"] == Work.KERNEL
+    if not kernels and (len(steps) or not is_kernel.all()):
+        work = work[~is_kernel]
+    else:
+        steps, work = steps[:0], work[is_kernel]
+    if device is not None:
+        steps, work = steps[steps["device"] == device], work[work["device"] == device]
+    return union(clip(intervals(steps), *window), clip(intervals(work), *window))
+
+
+def devices_of(recording: Recording) -> list[int]:
+    """Indices of the devices that anything ran on; another engine's work does not count."""
+    own = recording.work[recording.work["kind"] != Work.OTHER]
+    return np.unique(np.concatenate([recording.steps["device"], own["device"]])).tolist()
+
+
+def profiled_intervals(recording: Recording, window: Window) -> Intervals:
+    """Where every kernel is known."""
+    return union(clip(recording.profiled, *window))
 
 
 def host_intervals(recording: Recording, window: Window) -> Intervals:
@@ -160,13 +113,15 @@ def host_intervals(recording: Recording, window: Window) -> Intervals:
 def runnable_intervals(recording: Recording, window: Window) -> Intervals:
     """When at least one sequence could run.
 
-    Without any record of that (a timeline without an engine): from the first step's start to the last one's
-    end.
+    Without any record of that (a timeline without an engine): from the start of the first work on a device to the end
+    of the last.
     """
-    edges, steps = recording.runnable, recording.steps
+    edges = recording.runnable
     if not len(edges):
-        hull = np.array([[steps["start"].min(), steps["end"].max()]]) if len(steps) else np.empty((0, 2), np.int64)
-        return clip(hull, *window)
+        own = recording.work[recording.work["kind"] != Work.OTHER]
+        ran = np.concatenate([intervals(recording.steps), intervals(own)])
+        hull = [(ran[:, 0].min(), ran[:, 1].max())] if len(ran) else []
+        return clip(np.array(hull, np.int64).reshape(-1, 2), *window)
     order = np.argsort(edges["at"], kind="stable")
     at, count = edges["at"][order], edges["count"][order]
     stretches = np.stack([at, np.append(at[1:], max(window[1], at[-1]))], axis=1)
@@ -196,13 +151,15 @@ def find_bubbles(recording: Recording, window: Window) -> tuple[Bubble, ...]:
     Every moment of a bubble falls to one cause, the first of these that holds then; among spans of one kind
     it is the one begun last, the innermost:
       1. a garbage collection, which stops every thread;
-      2. a span of the engine's (planning ... publishing, loading, capturing) or a widget callback;
+      2. a span of the engine's (planning ... publishing, loading, capturing), a widget callback, or a span of the
+         user's own inside one of those (a listener, a hook);
       3. a span of the user's own or a cell, while it held the loop. Awaiting cells stay open for long and
          hold it only now and then: a span during which the loop was heard from (a heartbeat, an await's end,
          a plan, a commit) claims only the moments at which the loop was late;
       4. launch latency: a step launched (its LAUNCH ended) but not begun on the device;
       5. a late loop (`held_intervals`);
-      6. unknown.
+      6. waking the loop: a step had ended, and its AWAIT had not;
+      7. unknown.
     A bubble's cause is the one with the largest part of its time.
     """
     idle = complement(busy_intervals(recording, window), *window)
@@ -241,20 +198,22 @@ def _claims(recording: Recording, window: Window) -> tuple[Intervals, NDArray[np
         axis=0,
         return_inverse=True,
     )
-    words = [UNKNOWN, LATE_LOOP, LAUNCH_LATENCY]
+    words = [UNKNOWN, LATE_LOOP, LAUNCH_LATENCY, WAKE_UP]
     words += [_word(Phase(p), str(texts[t]), ref) for p, t, ref in kinds.tolist()]
 
     held = held_intervals(recording)
-    waiting = _launch_latency(recording)
+    waiting, waking = _launch_latency(recording), _wakes(recording)
     opened = np.isin(phase, (Phase.CELL, Phase.USER))
     alive = opened & _loop_heard(recording, spans)
     pieces, piece_of = _pieces(intervals(spans), np.flatnonzero(alive), held)
     whole = np.flatnonzero(~alive & (phase != Phase.AWAIT))
     of = np.concatenate([piece_of, whole])  # which span a claim of one comes from
-    rank = np.where(opened, 3, np.where(phase == Phase.GC, 5, 4))[of]
+    inside = (phase == Phase.USER) & _within(intervals(spans), intervals(spans[~opened & (phase != Phase.AWAIT)]))
+    rank = np.where(opened & ~inside, 3, np.where(phase == Phase.GC, 5, 4))[of]
     order = np.lexsort((-spans["end"][of], spans["start"][of], rank))
-    claims = np.concatenate([held, waiting, np.concatenate([pieces, intervals(spans)[whole]])[order]])
-    label = np.concatenate([np.full(len(held), 1), np.full(len(waiting), 2), kind.reshape(-1)[of][order] + 3])
+    claims = np.concatenate([waking, held, waiting, np.concatenate([pieces, intervals(spans)[whole]])[order]])
+    few = [np.full(len(waking), 3), np.full(len(held), 1), np.full(len(waiting), 2)]
+    label = np.concatenate([*few, kind.reshape(-1)[of][order] + 4])
     return claims, label, words
 
 
@@ -277,14 +236,19 @@ def held_intervals(recording: Recording) -> Intervals:
 
     A lower bound: between two heartbeats (20 ms) nobody is waiting who would notice.
     """
-    lags, spans, steps = recording.lags, recording.spans, recording.steps
+    lags = recording.lags
     beats = np.stack([lags["at"] - lags["lag"], lags["at"]], axis=1)
-    awaits = spans[spans["phase"] == Phase.AWAIT]
-    found, step = _match(awaits["ref"], steps["step_id"])
-    awaits = awaits[found]
-    wakes = np.stack([np.maximum(steps["end"][step], awaits["start"]), awaits["end"]], axis=1)
-    late = np.concatenate([beats, wakes])
+    late = np.concatenate([beats, _wakes(recording)])
     return union(late[late[:, 1] - late[:, 0] >= LATE_NS])
+
+
+def _wakes(recording: Recording) -> Intervals:
+    """From the end of each step, or the beginning of its AWAIT if that was later, to the end of its AWAIT."""
+    awaits = recording.spans[recording.spans["phase"] == Phase.AWAIT]
+    found, step = _match(awaits["ref"], recording.steps["step_id"])
+    awaits = awaits[found]
+    wakes = np.stack([np.maximum(recording.steps["end"][step], awaits["start"]), awaits["end"]], axis=1)
+    return wakes[wakes[:, 0] < wakes[:, 1]]
 
 
 def _launch_latency(recording: Recording) -> Intervals:
@@ -311,6 +275,15 @@ def _loop_heard(recording: Recording, spans: Records) -> NDArray[np.bool_]:
     return result
 
 
+def _within(spans: Intervals, others: Intervals) -> NDArray[np.bool_]:
+    """For each span: does one stretch of `others`' union hold all of it?"""
+    around = union(others)
+    at = np.searchsorted(around[:, 0], spans[:, 0], side="right") - 1
+    reached = np.append(around[:, 1], np.iinfo(np.int64).min)
+    result: NDArray[np.bool_] = spans[:, 1] <= reached[at]
+    return result
+
+
 def _pieces(spans: Intervals, which: NDArray[np.int64], held: Intervals) -> tuple[Intervals, NDArray[np.int64]]:
     """spans[which] cut down to `held` (normal form), one piece a pair that meets; and the pieces' spans."""
     first = np.searchsorted(held[:, 1], spans[which, 0], side="right")
@@ -320,6 +293,108 @@ def _pieces(spans: Intervals, which: NDArray[np.int64], held: Intervals) -> tupl
     part = held[np.repeat(first, number) + offset]
     starts = np.maximum(spans[piece_of, 0], part[:, 0])
     return np.stack([starts, np.minimum(spans[piece_of, 1], part[:, 1])], axis=1), piece_of
+
+
+class CriticalPath(NamedTuple):
+    """Shares of the time in which something could run, 0 to 1, that sum to 1: what the next token waited for.
+
+    device: the device worked. host: it idled, and the engine worked on the host. other: it idled for anything else (a
+    cell, a collection, latency): the bubbles say for what.
+    """
+
+    device: float
+    host: float
+    other: float
+
+
+def critical_path(recording: Recording, window: Window) -> CriticalPath | None:
+    """None where nothing could run.
+
+    While the device works the path runs through it, whatever the host does meanwhile; while it idles, through the host.
+    """
+    runnable, busy = runnable_intervals(recording, window), busy_intervals(recording, window)
+    if not len(runnable):
+        return None
+    idle = intersect(runnable, complement(busy, *window))
+    host = total(intersect(idle, host_intervals(recording, window)))
+    whole = total(runnable)
+    return CriticalPath((whole - total(idle)) / whole, host / whole, (total(idle) - host) / whole)
+
+
+# -- tokens --------------------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """Tokens that steps drew, int64 arrays of one length: generation, index in it, the step's number, and when the
+    token was on the host (the end of the step's commit; of the step itself where no commit is recorded)."""
+
+    generation: NDArray[np.int64]
+    place: NDArray[np.int64]
+    step_id: NDArray[np.int64]
+    at: NDArray[np.int64]
+
+
+def tokens_of(recording: Recording) -> Tokens:
+    """Every token whose step is recorded, in no particular order; surplus ones after a stop too."""
+    steps, spans = recording.steps, recording.spans
+    generation, drawn, sizes = batch_numbers(recording.batches)
+    at = steps["end"].copy()
+    commits = spans[spans["phase"] == Phase.COMMIT]
+    found, commit = _match(steps["step_id"], commits["ref"])
+    at[found] = commits["end"][commit]
+    step_id, at = np.repeat(steps["step_id"], sizes), np.repeat(at, sizes)
+    index = drawn + step_id
+    kept = index >= 0
+    return Tokens(generation[kept], index[kept], step_id[kept], at[kept])
+
+
+def first_token_ns(recording: Recording, window: Window) -> NDArray[np.int64]:
+    """From being asked for to the first token, of the generations whose first token came in the window."""
+    tokens, asked = tokens_of(recording), recording.asked
+    found, which = _match(tokens.generation, asked["generation"])
+    first = (tokens.place[found] == asked["first"][which]) & _inside(tokens.at[found], window)
+    waited: NDArray[np.int64] = (tokens.at[found] - asked["at"][which])[first]
+    return waited
+
+
+def between_tokens_ns(recording: Recording, window: Window) -> NDArray[np.int64]:
+    """From one token to the next of the same generation, where the latter came in the window."""
+    tokens = tokens_of(recording)
+    order = np.lexsort((tokens.place, tokens.generation))
+    generation, index, at = tokens.generation[order], tokens.place[order], tokens.at[order]
+    follows = (np.diff(generation) == 0) & (np.diff(index) == 1) & _inside(at[1:], window)
+    gaps: NDArray[np.int64] = np.diff(at)[follows]
+    return gaps
+
+
+def _inside(at: NDArray[np.int64], window: Window) -> NDArray[np.bool_]:
+    result: NDArray[np.bool_] = (at > window[0]) & (at <= window[1])
+    return result
+
+
+# -- several engines -----------------------------------------------------------------------------------------
+
+
+def beside(recordings: Mapping[str, Recording]) -> dict[str, Recording]:
+    """Each recording with the steps that the others ran on its devices, as work of the kind OTHER by their names.
+
+    Then a device that works for one engine is not idle for another.
+    """
+    together = {}
+    for name, recording in recordings.items():
+        mine = devices_of(recording)
+        work, names = [recording.work], [recording.work_names]
+        for other, theirs in recordings.items():
+            steps = theirs.steps[np.isin(theirs.steps["device"], mine)]
+            if other != name and len(steps):
+                rows = np.zeros(len(steps), WORK)
+                for column in ("start", "end", "stream", "device"):
+                    rows[column] = steps[column]
+                rows["kind"] = Work.OTHER
+                work.append(rows)
+                names.append(np.full(len(rows), other, np.object_))
+        together[name] = replace(recording, work=np.concatenate(work), work_names=np.concatenate(names))
+    return together
 
 
 def _match(ids: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

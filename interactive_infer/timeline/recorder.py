@@ -6,21 +6,28 @@ Every time is an integer of nanoseconds on `time.perf_counter_ns`.
 from __future__ import annotations
 
 import gc
-import itertools
-import struct
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from interactive_infer.errors import InvalidRequestError
-
-Records = NDArray[Any]  # a one-dimensional structured array of one of the dtypes below
+from interactive_infer.timeline.recording import (
+    ASKED,
+    LAG,
+    RUNNABLE,
+    SPAN,
+    STEP,
+    WORK,
+    Recording,
+    Records,
+    batch_bytes,
+)
+from interactive_infer.timeline.ring import Ring
 
 
 class Phase(IntEnum):
@@ -40,131 +47,87 @@ class Phase(IntEnum):
     USER = 11
 
 
-# Field by field the rows of the four rings, all int64. `number` counts a ring's records from 1 (0: never
-# written).
-SPAN = np.dtype([(name, np.int64) for name in ("number", "start", "end", "phase", "ref")])
-STEP = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "number", "start", "end", "step_id", "batch_size", "tokens", "prefill_tokens", "sampled", "graph",
-            "stream"
-        )
-    ]
-)  # fmt: skip
-LAG = np.dtype([(name, np.int64) for name in ("number", "at", "lag")])
-RUNNABLE = np.dtype([(name, np.int64) for name in ("number", "at", "count")])
+class Work(IntEnum):
+    """What ran on a device besides the engine's steps."""
+
+    USER = 0
+    """Between the two events of `timeline.span(name, device=True)`."""
+    KERNEL = 1
+    """A kernel or copy that torch.profiler saw; on a CPU an operator."""
+    OTHER = 2
+    """A step of another engine on the same device (`analysis.beside`)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """A recorder's content at one moment: structured arrays in the order of recording, fields as in their
-    dtypes.
-
-    spans: SPAN; `ref` is the step's number for PLAN, LAUNCH, COMMIT and AWAIT, the execution count for CELL,
-        the generation (0 to 2) for GC.
-    names: object array of str, one a span, "" where it has none.
-    steps: STEP; see `Recorder.step`.
-    lags: LAG; a callback that ran at `at` had been due `lag` ns earlier.
-    runnable: RUNNABLE; from `at` on, `count` sequences could run.
-    complete_from: ns; records that ended before may have been overwritten by newer ones (0: nothing was).
-    """
-
-    spans: Records
-    names: NDArray[np.object_]
-    steps: Records
-    lags: Records
-    runnable: Records
-    complete_from: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        """Equal when every record is, in the same order; numbers, which only tell the order, are left out."""
-        if not isinstance(other, Recording):
-            return NotImplemented
-        pairs = (
-            (self.spans, other.spans),
-            (self.steps, other.steps),
-            (self.lags, other.lags),
-            (self.runnable, other.runnable),
-        )
-        return (
-            self.complete_from == other.complete_from
-            and np.array_equal(self.names, other.names)
-            and all(
-                len(mine) == len(theirs) and all((mine[name] == theirs[name]).all() for name in mine.dtype.fields or ())
-                for mine, theirs in ((_without_number(mine), _without_number(theirs)) for mine, theirs in pairs)
-            )
-        )
-
-
-def _without_number(records: Records) -> Records:
-    return records[[name for name in records.dtype.fields or () if name != "number"]]
-
-
-class _Ring:
-    """The newest `capacity` rows of int64.
-
-    Lock-free, any number of writers: a write is two C calls, taking a number and packing a row, each atomic
-    under the GIL, and no two writers hold the same number. So a garbage collection or a signal that records
-    in the middle of another record neither deadlocks nor overwrites it, which a lock could not promise.
-    Readers copy the whole buffer in one C call.
-    """
-
-    def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
-        self.dtype = dtype
-        self.capacity = capacity
-        self._row = struct.Struct(f"={dtype.itemsize // 8}q")
-        self._buffer = bytearray(dtype.itemsize * capacity)
-        self._numbers = itertools.count(1)
-
-    def write(self, *values: int) -> int:
-        number = next(self._numbers)
-        self._row.pack_into(self._buffer, number % self.capacity * self._row.size, number, *values)
-        return number
-
-    def read(self) -> Records:
-        rows = np.frombuffer(bytes(self._buffer), self.dtype)
-        rows = rows[rows["number"] > 0]
-        return rows[np.argsort(rows["number"])]
+CPU = -1
+"""In place of a card's index."""
 
 
 class Recorder:
     """Always on, of fixed size, cheap (under 2 µs a span), callable from any thread and from callbacks.
 
-    What does not fit pushes the oldest out; `Recording.complete_from` tells from when on nothing is missing.
-    Tokens are not recorded one by one: steps say how many there were.
+    What does not fit pushes the oldest out; `Recording.complete_from` tells from when on nothing is missing. Tokens are
+    not recorded one by one: a step says which generations were in it and which token each drew, and consecutive steps
+    of the same generations share that entry.
 
     Args:
-        spans, steps, lags, edges: how many host spans, device steps, lag samples and changes of the number of
-            runnable sequences are kept (40, 80, 24 and 24 bytes each).
+        spans, steps, work, lags, edges, asked: how many host spans, device steps, other work on devices, lag samples,
+            changes of the number of runnable sequences and requests are kept (24 to 96 bytes each).
+        device: the index of the card that steps run on; CPU for the host itself.
     """
 
-    def __init__(self, *, spans: int = 65_536, steps: int = 16_384, lags: int = 16_384, edges: int = 16_384) -> None:
-        for argument, value in {"spans": spans, "steps": steps, "lags": lags, "edges": edges}.items():
+    def __init__(
+        self,
+        *,
+        spans: int = 65_536,
+        steps: int = 16_384,
+        work: int = 32_768,
+        lags: int = 16_384,
+        edges: int = 16_384,
+        asked: int = 4_096,
+        device: int = 0,
+    ) -> None:
+        sizes = {"spans": spans, "steps": steps, "work": work, "lags": lags, "edges": edges, "asked": asked}
+        for argument, value in sizes.items():
             if value < 1:
                 raise InvalidRequestError(argument, value, "a ring buffer holds at least one record")
-        self._sizes = {"spans": spans, "steps": steps, "lags": lags, "edges": edges}
+        self.device = device
+        self._spans = Ring(SPAN, spans)
+        self._steps = Ring(STEP, steps)
+        self._work = Ring(WORK, work)
+        self._lags = Ring(LAG, lags)
+        self._edges = Ring(RUNNABLE, edges)
+        self._asked = Ring(ASKED, asked)
+        self._profiled: list[tuple[int, int]] = []
+        self._begun: dict[tuple[Phase, int], int] = {}
+        self._batch = b""
         self._count = 0
         self._complete_from = 0
-        self._reset()
 
     def record(self, phase: Phase, start_ns: int, end_ns: int, ref: int = 0, name: str | None = None) -> None:
         """Add a host span; `ref` and `name` say which step, cell or callback (see `Recording.spans`)."""
         if end_ns < start_ns:
             raise InvalidRequestError("end_ns", end_ns, f"a span ends at or after its start ({start_ns})")
-        spans = self._spans
-        number = spans.write(start_ns, end_ns, phase, ref)
-        if name is not None:
-            self._names[number % spans.capacity] = (number, name)
+        self._spans.write(start_ns, end_ns, phase, ref, label=name)
 
-    def span(self, phase: Phase | str, ref: int = 0) -> Span:
+    def begin(self, phase: Phase, start_ns: int, ref: int = 0) -> None:
+        """A long span has begun (a cell): until `end` it is in every snapshot as one that ends just then."""
+        self._begun = {**self._begun, (phase, ref): start_ns}
+
+    def end(self, phase: Phase, end_ns: int, ref: int = 0) -> None:
+        """It has ended. One that was not begun, or has ended: nothing happens."""
+        start_ns = self._begun.get((phase, ref))
+        if start_ns is not None:
+            self._begun = {key: value for key, value in self._begun.items() if key != (phase, ref)}
+            self.record(phase, start_ns, end_ns, ref)
+
+    def span(self, phase: Phase | str, ref: int = 0, name: str | None = None) -> Span:
         """`with recorder.span(Phase.PLAN, step):` records the block; a string names a span of the user's own.
 
         The block is recorded also when it raises.
         """
         if isinstance(phase, str):
             return Span(self, Phase.USER, ref, phase)
-        return Span(self, phase, ref, None)
+        return Span(self, phase, ref, name)
 
     def step(
         self,
@@ -178,17 +141,57 @@ class Recorder:
         sampled: int | None = None,
         graph: bool = False,
         stream: int = 0,
+        device: int | None = None,
+        generations: Sequence[int] = (),
+        drawn: Sequence[int] = (),
     ) -> None:
         """Add one step of the device, as its own clock (placed on `perf_counter_ns`) saw it.
 
-        `tokens` went through the forward pass, `prefill_tokens` of them from prompts; `sampled` token ids
-        were drawn (default: one for every token that was not prefill). `graph`: replayed from a CUDA graph.
+        `tokens` went through the forward pass, `prefill_tokens` of them from prompts; `sampled` token ids were drawn
+        (default: one for every token that was not prefill). `graph`: replayed from a CUDA graph. `generations` were in
+        it, and each drew its token of the index in `drawn`, which is as long (-1: none). `device`: as in `Recorder`.
         """
         if end_ns < start_ns:
             raise InvalidRequestError("end_ns", end_ns, f"a step ends at or after its start ({start_ns})")
         if sampled is None:
             sampled = tokens - prefill_tokens
-        self._steps.write(start_ns, end_ns, step_id, batch_size, tokens, prefill_tokens, sampled, graph, stream)
+        batch = None
+        if generations:
+            # Less the step's number: while the same generations decode, one step's entry equals the one before.
+            batch = batch_bytes(generations, drawn, step_id)
+            if batch == self._batch:
+                batch = self._batch
+            else:
+                self._batch = batch
+        self._steps.write(
+            start_ns,
+            end_ns,
+            step_id,
+            batch_size,
+            tokens,
+            prefill_tokens,
+            sampled,
+            graph,
+            stream,
+            self.device if device is None else device,
+            label=batch,
+        )
+
+    def work(
+        self, start_ns: int, end_ns: int, name: str, *, kind: Work = Work.USER, stream: int = 0, device: int = 0
+    ) -> None:
+        """Add what ran on a device and is no step: it makes the device busy too."""
+        if end_ns < start_ns:
+            raise InvalidRequestError("end_ns", end_ns, f"work ends at or after its start ({start_ns})")
+        self._work.write(start_ns, end_ns, kind, stream, device, label=name)
+
+    def profiled(self, start_ns: int, end_ns: int) -> None:
+        """Say that every kernel of this stretch has been added (`work`, of the kind KERNEL)."""
+        self._profiled = [*self._profiled, (start_ns, end_ns)][-64:]
+
+    def asked(self, at_ns: int, generation: int, first: int = 0) -> None:
+        """A generation was asked for at `at_ns`; the first token that it draws has the index `first`."""
+        self._asked.write(at_ns, generation, first)
 
     def lag(self, at_ns: int, lag_ns: int) -> None:
         """A heartbeat that ran at `at_ns` had been due `lag_ns` earlier."""
@@ -204,8 +207,7 @@ class Recorder:
             self._edges.write(at_ns, count)
 
     def watch_gc(self, threshold_ns: int = 100_000) -> GCWatch:
-        """Record garbage collections of at least `threshold_ns` until the handle is closed or the recorder is
-        gone.
+        """Record garbage collections of at least `threshold_ns` until the handle is closed or the recorder is gone.
 
         Shorter ones (the youngest generation's, hundreds a second) would only push other spans out.
         """
@@ -213,52 +215,84 @@ class Recorder:
 
     def snapshot(self) -> Recording:
         """What is recorded now; a copy, which later records do not change."""
-        spans, steps, lags, edges = (ring.read() for ring in (self._spans, self._steps, self._lags, self._edges))
-        named = dict(label for label in self._names.copy() if label is not None)
-        names = np.full(len(spans), "", np.object_)
-        # A slot keeps its last name when a nameless span takes it, and may be a newer one's by now.
-        numbers = np.fromiter(named, np.int64, len(named))
-        kept = np.isin(spans["number"], numbers)
-        names[kept] = [named[number] for number in spans["number"][kept].tolist()]
-        oldest = [
-            int(records[time_field][0])
-            for records, time_field in ((spans, "end"), (steps, "end"), (edges, "at"))
-            if len(records) and records["number"][0] > 1
+        rings = (self._spans, self._steps, self._work, self._lags, self._edges, self._asked)
+        spans, steps, work, lags, edges, asked = (ring.read() for ring in rings)
+        full = [
+            int(rows[time_field][0])
+            for ring, rows, time_field in (
+                (self._spans, spans, "end"),
+                (self._steps, steps, "end"),
+                (self._edges, edges, "at"),
+            )
+            if len(rows) and rows["number"][0] > ring.first
         ]
-        return Recording(spans, names, steps, lags, edges, max([self._complete_from, *oldest]))
+        names = self._spans.labels(spans, "")
+        if begun := self._begun:
+            now = time.perf_counter_ns()
+            rows = [(0, start, max(now, start), phase, ref) for (phase, ref), start in begun.items()]
+            spans, names = np.concatenate([spans, np.array(rows, SPAN)]), np.append(names, [""] * len(rows))
+        # Where kernels have been overwritten the profile is not whole.
+        whole = int(work["end"][0]) if len(work) and work["number"][0] > self._work.first else 0
+        profiled = [(max(start, whole), end) for start, end in self._profiled if end > whole]
+        return Recording(
+            spans,
+            names,
+            steps,
+            self._steps.labels(steps, b""),
+            work,
+            self._work.labels(work, ""),
+            lags,
+            edges,
+            asked,
+            np.array(profiled, np.int64).reshape(-1, 2),
+            max([self._complete_from, *full]),
+        )
+
+    def tail(self, after: Sequence[int] = (0, 0, 0, 0, 0)) -> tuple[Records, Records, Records, Records, Records]:
+        """Spans, steps, work, lags and runnable with numbers above those in `after`: what is new to who has read so
+        far. Numbers go on after `clear`."""
+        spans, steps, work, lags, edges = after
+        return (
+            self._spans.read_after(spans),
+            self._steps.read_after(steps),
+            self._work.read_after(work),
+            self._lags.read_after(lags),
+            self._edges.read_after(edges),
+        )
+
+    def num_steps_after(self, at_ns: int) -> int:
+        """How many of the recorded steps ended after `at_ns`."""
+        return int((self._steps.read()["end"] > at_ns).sum())
 
     def clear(self) -> None:
         """Forget everything but how many sequences are runnable."""
         running, self._count = self._count, 0
-        self._complete_from = 0
-        self._reset()
+        self._complete_from, self._profiled = 0, []
+        # New rings, not emptied ones: a writer in the middle of a record finishes it in the old one.
+        self._spans, self._steps, self._work = self._spans.emptied(), self._steps.emptied(), self._work.emptied()
+        self._lags, self._edges, self._asked = self._lags.emptied(), self._edges.emptied(), self._asked.emptied()
         self.runnable(time.perf_counter_ns(), running)
 
     @classmethod
     def of(cls, recording: Recording) -> Self:
         """A recorder that holds `recording` (with room for at least the usual number of records)."""
-        usual = cls()._sizes
-        held = (recording.spans, recording.steps, recording.lags, recording.runnable)
-        recorder = cls(**{key: max(usual[key], len(rows)) for key, rows in zip(usual, held, strict=True)})
-        rings = (recorder._spans, recorder._steps, recorder._lags, recorder._edges)
-        for ring, rows in zip(rings, held, strict=True):
-            for row in rows.tolist():
-                ring.write(*row[1:])
-        for number, name in enumerate(recording.names.tolist(), start=1):
-            if name:
-                recorder._names[number % recorder._spans.capacity] = (number, name)
+        usual = cls()
+        names = ("spans", "steps", "work", "lags", "edges", "asked")
+        held = [getattr(recording, "runnable" if name == "edges" else name) for name in names]
+        sizes = {
+            name: max(getattr(usual, f"_{name}").capacity, len(rows)) for name, rows in zip(names, held, strict=True)
+        }
+        recorder = cls(**sizes)
+        labels = {"spans": recording.names, "steps": recording.batches, "work": recording.work_names}
+        for name, rows in zip(names, held, strict=True):
+            ring: Ring = getattr(recorder, f"_{name}")
+            for row, label in zip(rows.tolist(), labels.get(name, [None] * len(rows)), strict=True):
+                ring.write(*row[1:], label=label or None)
+        recorder._profiled = [(start, end) for start, end in recording.profiled.tolist()]
         recorder._complete_from = recording.complete_from
         if len(recording.runnable):
             recorder._count = int(recording.runnable["count"][-1])
         return recorder
-
-    def _reset(self) -> None:
-        # New rings, not emptied ones: a writer in the middle of a record finishes it in the old one.
-        self._names: list[tuple[int, str] | None] = [None] * self._sizes["spans"]
-        self._spans = _Ring(SPAN, self._sizes["spans"])
-        self._steps = _Ring(STEP, self._sizes["steps"])
-        self._lags = _Ring(LAG, self._sizes["lags"])
-        self._edges = _Ring(RUNNABLE, self._sizes["edges"])
 
 
 class Span:

@@ -6,22 +6,64 @@ import html
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from interactive_infer.timeline.analysis import (
     Bubble,
+    CriticalPath,
     Window,
+    between_tokens_ns,
     busy_intervals,
+    critical_path,
+    devices_of,
     duration,
     find_bubbles,
+    first_token_ns,
     host_intervals,
-    intersect,
     lags_in,
+    profiled_intervals,
     runnable_intervals,
-    total,
 )
-from interactive_infer.timeline.recorder import Recording
+from interactive_infer.timeline.intervals import intersect, total
+from interactive_infer.timeline.recorder import CPU
+from interactive_infer.timeline.recording import Recording
 
 STEP_EVENTS = "step events: an upper bound, gaps inside a step count as busy"
+KERNELS = "kernels seen by torch.profiler"
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Durations in ms. Percentiles are of the nearest rank: values that occurred."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    def __str__(self) -> str:
+        return f"p50 {self.p50:.2f} ms, p90 {self.p90:.2f} ms, p99 {self.p99:.2f} ms, max {self.max:.2f} ms"
+
+
+def distribution(ns: NDArray[np.int64]) -> Distribution | None:
+    """None of nothing."""
+    if not len(ns):
+        return None
+    ms = ns / 1e6
+    p50, p90, p99, most = np.percentile(ms, [50, 90, 99, 100], method="inverted_cdf").tolist()
+    return Distribution(len(ms), float(ms.mean()), p50, p90, p99, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The part of the window in which every kernel is known: its seconds, and device busy in it by kernels and by
+    steps. Their difference is what step events count too much."""
+
+    seconds: float
+    busy: float
+    busy_by_steps: float
 
 
 @dataclass(frozen=True)
@@ -29,15 +71,20 @@ class Summary:
     """A window of a timeline in numbers. None where there was nothing to measure.
 
     window_ns: (t0, t1); window_s its length.
-    busy: device busy over the window, 0 to 1; `source` says what it was measured from.
+    busy: device busy over the window, 0 to 1; `source` says what it was measured from. Of several devices the mean;
+        `devices` has each, by its index (-1: the CPU).
     busy_runnable: device busy while sequences were runnable, over the time they were.
     host_work_s: the time of host work (`host_intervals`).
     overlap: the time of host work inside device busy, over all time of host work: the part that is hidden.
     steps, tokens, prompt_tokens: device steps that ended in the window, token ids they drew (a surplus token
         after a stop included), prompt tokens they took in; steps_per_s and tokens_per_s over the window.
     bubbles: in order of time.
-    lag_*_ms: how late the heartbeats were that were due in the window. Percentiles are of the nearest rank: values
-        that occurred.
+    critical_path: what the next token waited for (`CriticalPath`).
+    first_token, between_tokens: from the request to the first token, and from token to token of one generation, both on
+        the host, for tokens that came in the window.
+    lag: how late the heartbeats were that were due in the window.
+    profiled: what kernels say, where they are known.
+    clock_error_ns: how far off the device's times may be on the host's clock; 0 where they were measured with it.
     """
 
     device: str
@@ -51,9 +98,13 @@ class Summary:
     tokens: int
     prompt_tokens: int
     bubbles: tuple[Bubble, ...] = field(repr=False)
-    lag_p50_ms: float | None
-    lag_p99_ms: float | None
-    lag_max_ms: float | None
+    devices: dict[int, float]
+    critical_path: CriticalPath | None
+    first_token: Distribution | None
+    between_tokens: Distribution | None
+    lag: Distribution | None
+    profiled: Profiled | None
+    clock_error_ns: int
 
     @property
     def window_s(self) -> float:
@@ -104,19 +155,39 @@ class Summary:
             rows.append((f"{self.device} busy", percent(self.busy, 1)))
         if self.busy_runnable is not None:
             rows.append(("busy while there was work", percent(self.busy_runnable, 1)))
+        if len(self.devices) > 1:
+            shares = [f"{device_name(index)} {percent(busy, 1)}" for index, busy in self.devices.items()]
+            rows.append(("busy by device", ", ".join(shares)))
+        if self.profiled is not None:
+            known = self.profiled
+            rows.append(
+                (
+                    "profiled part",
+                    f"{known.seconds:.3f} s: busy {percent(known.busy, 1)} by kernels, "
+                    f"{percent(known.busy_by_steps, 1)} by steps",
+                )
+            )
         hidden = "" if self.overlap is None else f", {percent(self.overlap, 1)} of it hidden (overlap)"
         rows.append(("host work", f"{self.host_work_s:.3f} s{hidden}"))
+        if self.critical_path is not None:
+            device, host, other = (percent(share, 1) for share in self.critical_path)
+            rows.append(("tokens waited for", f"device {device}, host work {host}, other {other}"))
         rows.append(("steps", f"{self.steps:,} ({self.steps_per_s:,.1f}/s)"))
         rows.append(("tokens drawn", f"{self.tokens:,} ({self.tokens_per_s:,.1f}/s)"))
         rows.append(("prompt tokens", f"{self.prompt_tokens:,}"))
+        if self.first_token is not None:
+            rows.append((f"first token ({self.first_token.count:,})", str(self.first_token)))
+        if self.between_tokens is not None:
+            rows.append((f"between tokens ({self.between_tokens.count:,})", str(self.between_tokens)))
         rows.append(("bubbles", f"{len(self.bubbles):,}, {duration(round(self.bubble_s * 1e9))} in all"))
         if self.largest_bubble is not None:
             rows.append(("largest bubble", str(self.largest_bubble)))
             shares = [f"{cause} {percent(s / self.bubble_s)}" for cause, s in list(self.causes.items())[:4]]
             rows.append(("bubble time by cause", ", ".join(shares)))
-        if self.lag_p50_ms is not None:
-            lag = f"p50 {self.lag_p50_ms:.2f} ms, p99 {self.lag_p99_ms:.2f} ms, max {self.lag_max_ms:.2f} ms"
-            rows.append(("loop lag", lag))
+        if self.lag is not None:
+            rows.append(("loop lag", str(self.lag)))
+        if self.clock_error_ns:
+            rows.append(("device clock", f"± {self.clock_error_ns / 1e3:.0f} µs on the host's"))
         return rows
 
     def __str__(self) -> str:
@@ -133,31 +204,53 @@ class Summary:
 
 
 def summarize(recording: Recording, window: Window, *, device: str = "device", source: str = STEP_EVENTS) -> Summary:
-    """The numbers of [t0, t1); definitions at `Summary`."""
+    """The numbers of [t0, t1); definitions at `Summary`. Where every kernel of the window is known, busy is theirs."""
     t0, t1 = window
+    known = profiled_intervals(recording, window)
+    by_kernels = t1 > t0 and total(known) == t1 - t0
     busy = busy_intervals(recording, window)
+    ran = busy_intervals(recording, window, kernels=by_kernels)
+    shares = {}
+    if t1 > t0:
+        for index in devices_of(recording):
+            mine = busy_intervals(recording, window, device=index, kernels=by_kernels)
+            shares[index] = total(mine) / (t1 - t0)
     host = host_intervals(recording, window)
     runnable = runnable_intervals(recording, window)
     steps = recording.steps[(recording.steps["end"] > t0) & (recording.steps["end"] <= t1)]
-    lags = lags_in(recording, window)["lag"] / 1e6
-    ranks = np.percentile(lags, [50, 99, 100], method="inverted_cdf").tolist() if len(lags) else (None, None, None)
-    p50, p99, worst = ranks
+    profiled = None
+    if len(known):
+        kernels = busy_intervals(recording, window, kernels=True)
+        profiled = Profiled(
+            total(known) / 1e9,
+            total(intersect(kernels, known)) / total(known),
+            total(intersect(busy, known)) / total(known),
+        )
     return Summary(
         device=device,
-        source=source,
+        source=KERNELS if by_kernels else source,
         window_ns=window,
-        busy=total(busy) / (t1 - t0) if t1 > t0 and len(recording.steps) else None,
-        busy_runnable=total(intersect(busy, runnable)) / total(runnable) if len(runnable) else None,
+        busy=sum(shares.values()) / len(shares) if shares else None,
+        busy_runnable=total(intersect(ran, runnable)) / total(runnable) if len(runnable) else None,
         host_work_s=total(host) / 1e9,
         overlap=total(intersect(busy, host)) / total(host) if len(host) else None,
         steps=len(steps),
         tokens=int(steps["sampled"].sum()),
         prompt_tokens=int(steps["prefill_tokens"].sum()),
         bubbles=find_bubbles(recording, window),
-        lag_p50_ms=p50,
-        lag_p99_ms=p99,
-        lag_max_ms=worst,
+        devices=shares,
+        critical_path=critical_path(recording, window),
+        first_token=distribution(first_token_ns(recording, window)),
+        between_tokens=distribution(between_tokens_ns(recording, window)),
+        lag=distribution(lags_in(recording, window)["lag"]),
+        profiled=profiled,
+        clock_error_ns=recording.clock_error_ns,
     )
+
+
+def device_name(index: int) -> str:
+    """In words, where there are several."""
+    return "CPU" if index == CPU else f"GPU {index}"
 
 
 def percent(share: float, digits: int = 0) -> str:

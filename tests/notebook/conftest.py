@@ -1,50 +1,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.notebook.kernels import VERSIONS, Kernel, kernel_spec, running_kernel
 
 
-def _python(series: int) -> Path:
-    """The interpreter whose ipykernel is of that series: this one, or another environment's."""
-    if series == 7:
-        return Path(sys.executable)
-    given = os.environ.get("INTERACTIVE_INFER_IPYKERNEL6")
-    python = Path(given) if given else ROOT / ".venv-ipykernel6" / "bin" / "python"
-    if not python.exists():
-        missing = f"{python} is not there: `make ipykernel6` makes it"
-        if os.environ.get("CI"):
-            pytest.fail(missing)
-        pytest.skip(missing)
-    return python
-
-
-@pytest.fixture(params=[7, 6], ids=["ipykernel7", "ipykernel6"])
+@pytest.fixture(params=["7.4.0", "6.31.0"], ids=["ipykernel7", "ipykernel6"])
 def kernel_name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an installed kernel of each series in use, apart from the user's own Jupyter."""
-    series = request.param
-    python = _python(series)
-    command = [str(python), "-c", "import importlib.metadata as m; print(m.version('ipykernel'))"]
-    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert version.startswith(f"{series}."), f"{python} has ipykernel {version}"
-
-    name = f"ipykernel{series}"
-    spec = {
-        "argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": name,
-        "language": "python",
-        "env": {"PYTHONPATH": str(ROOT)},
-    }
+    name = f"ipykernel{request.param[0]}"
     folder = tmp_path / "jupyter" / "kernels" / name
     folder.mkdir(parents=True)
-    (folder / "kernel.json").write_text(json.dumps(spec))
+    (folder / "kernel.json").write_text(json.dumps(kernel_spec(request.param)))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     return name
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A running kernel of each version, shared by a module's tests: each leaves it idle."""
+    with running_kernel(request.param, tmp_path_factory.mktemp("kernel")) as running:
+        yield running

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
+import json
 import logging
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ class Watched:
 
     @property
     def text(self) -> str:
-        return "".join(update.text for _, update in self.updates)
+        return "".join("".join(update.pieces) for _, update in self.updates)
 
     @property
     def gaps(self) -> list[float]:
@@ -70,8 +71,8 @@ def test_each_update_carries_only_what_is_new() -> None:
 
     position = 0
     for _, update in watched.updates:
-        assert update.start == position
-        position += len(update.text)
+        assert update.first == position
+        position += len(update.pieces)
     assert [update.final for _, update in watched.updates] == [False] * (len(watched.updates) - 1) + [True]
 
 
@@ -111,8 +112,8 @@ def test_the_end_comes_at_once_and_nothing_after_it(reason: str) -> None:
     writer.write(2)
     writer.finish(reason, RuntimeError("broken") if reason == "error" else None)
     assert watched.updates[-1][1].final
-    assert watched.updates[-1][1].status.startswith(reason)
-    assert ("broken" in watched.updates[-1][1].status) == (reason == "error")
+    assert display.status(writer.generation).startswith(reason)
+    assert ("broken" in display.status(writer.generation)) == (reason == "error")
     count = len(watched.updates)
     clock.advance(1)
     assert len(watched.updates) == count
@@ -135,6 +136,31 @@ def test_many_views_share_what_the_notebook_server_lets_through() -> None:
         writer.finish()
     assert Follower.open_views == before
     assert all(view.text == "word " * 1_000 for view in views)
+
+
+def test_a_hidden_view_gets_the_end_alone_or_all_that_it_missed() -> None:
+    clock, before = Clock(), Follower.open_views
+    writers = [Writer(["word "] * 200) for _ in range(2)]
+    views = [Watched(writer, clock) for writer in writers]
+    for view in views:
+        view.follower.start()
+        clock.advance(1)
+        view.follower.hide()
+    assert Follower.open_views == before
+    seen = [len(view.updates) for view in views]
+    for writer in writers:
+        writer.write(100)
+    clock.advance(1)
+    assert [len(view.updates) for view in views] == seen
+    views[0].follower.reveal()
+    clock.advance(0)
+    assert views[0].text == "word " * 100
+    for writer in writers:
+        writer.write(100)
+        writer.finish()
+    assert [view.text for view in views] == ["word " * 200] * 2
+    assert len(views[1].updates) == seen[1] + 1
+    assert Follower.open_views == before
 
 
 def test_a_view_that_fails_is_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +190,28 @@ def test_publishing_is_on_the_timeline() -> None:
     writer.finish()
     phases = set(writer.engine.timeline.recorder.snapshot().spans["phase"].tolist())
     assert {Phase.PUBLISH, Phase.DETOKENIZE} <= phases
+
+
+def test_text_that_no_message_can_carry_is_shown_all_the_same() -> None:
+    words = ["NUL \0", " half \ud83d", " other half \udc09", " dragon \U0001f409", " bidi \u202e", "x" * 1_000_000]
+    writer = Writer(words)
+    writer.write(len(words))
+    writer.finish()
+    bundle = display.bundle(writer.generation)
+    json.dumps(bundle, ensure_ascii=False).encode()  # as jupyter_client does
+    assert "NUL \u2400 half \ufffd other half \ufffd dragon \U0001f409 bidi \u202ex" in bundle["text/html"]
+    assert "\0" not in bundle["text/html"] and "x" * 1_000_000 in bundle["text/plain"]
+
+
+def test_the_status_says_how_fast_tokens_come() -> None:
+    writer = Writer(["a"] * 300)
+    assert display.status(writer.generation) == "waiting · 0 tokens"
+    writer.output.created_ns = -250_000_000
+    writer.write(300)
+    writer.finish()
+    assert display.status(writer.generation) == (
+        "stop · 300 tokens · 1,000.0 tokens/s after the first · first token after 0.25 s · 1.0 ms between tokens"
+    )
 
 
 def test_hostile_text_is_data_in_the_saved_notebook() -> None:
@@ -224,7 +272,8 @@ def test_an_open_view_holds_its_generation(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_widgets_plain_html_is_updated_at_most_5_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, writer, clock = Shown(monkeypatch), Writer([f"{i} " for i in range(1_000)]), Clock()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(Follower.__init__, "__kwdefaults__", {"clock": clock, "call_later": clock.call_later})
+    defaults = {**Follower.__init__.__kwdefaults__, "clock": clock, "call_later": clock.call_later}
+    monkeypatch.setattr(Follower.__init__, "__kwdefaults__", defaults)
     writer.generation.show()
     for _ in range(1_000):
         writer.write()

@@ -64,12 +64,14 @@ async def test_only_new_text_crosses_at_most_30_times_a_second(kernel_name: str,
 
     sent = [m["content"]["data"] for m in client.published if m["msg_type"] == "comm_msg"]
     parts = [data["content"] for data in sent if data["method"] == "custom"]
-    wholes = [data["state"]["text"] for data in sent if data["method"] == "update" and data["state"].get("text")]
+    wholes = [data["state"]["snapshot"] for data in sent if data["method"] == "update" and data["state"]["snapshot"]]
     # Messages of the first cell's end may go by unseen between two cells, so there is no exact count.
     assert 5 <= len(parts) + len(wholes) <= 30 * seconds + 2
-    assert wholes[-1] == text
-    assert all(text[part["start"] :].startswith(part["text"]) for part in parts)
-    assert sum(map(len, wholes)) + sum(len(part["text"]) for part in parts) <= 4 * len(text)
+    for message in parts + wholes:
+        assert message["tokens"] == WORDS[message["from"] :][: len(message["tokens"])]
+    last = parts[-1]
+    assert last["state"] == "finished" and last["count"] == len(WORDS) == last["from"] + len(last["tokens"])
+    assert sum(len(message["tokens"]) for message in parts + wholes) <= 4 * len(WORDS)
 
     (saved,) = displays_of(notebook, "cell0")
     assert WIDGET not in saved

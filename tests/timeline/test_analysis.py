@@ -9,19 +9,8 @@ from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Recorder, Timeline
-from interactive_infer.timeline.analysis import (
-    Intervals,
-    awaiting_intervals,
-    clip,
-    complement,
-    coverage,
-    find_bubbles,
-    intersect,
-    topmost,
-    total,
-    union,
-    window_of,
-)
+from interactive_infer.timeline.analysis import awaiting_intervals, critical_path, find_bubbles, window_of
+from interactive_infer.timeline.intervals import Intervals, clip, complement, coverage, intersect, topmost, total, union
 from interactive_infer.timeline.summary import summarize
 
 GRID = 24
@@ -213,6 +202,17 @@ def test_a_late_loop_by_the_end_of_an_await() -> None:
     assert gap_under(recorder) == "late loop"
 
 
+def test_the_time_until_the_loop_hears_of_a_steps_end() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.AWAIT, *at(1, 10.6), 1)
+    recorder.record(Phase.COMMIT, *at(10.6, 10.7), 1)
+    recorder.runnable(T, 1)
+    step(recorder, 1, *at(0, 10))
+    step(recorder, 2, *at(10.8, 30))
+    (bubble,) = find_bubbles(recorder.snapshot(), (T, T + 30 * MS))
+    assert bubble.cause == "waking the loop" and bubble.share == pytest.approx(0.75)
+
+
 def test_the_innermost_of_the_users_spans_is_to_blame() -> None:
     recorder = Recorder()
     recorder.record(Phase.USER, *at(11, 19), name="inner")
@@ -244,12 +244,12 @@ def test_lag_percentiles_are_values_that_occurred() -> None:
     for i in range(101):
         recorder.lag(T + i, i * 10_000)
     summary = summarize(recorder.snapshot(), (T - 1, T + 101))
-    assert (summary.lag_p50_ms, summary.lag_p99_ms, summary.lag_max_ms) == (0.5, 0.99, 1.0)
+    assert (summary.lag.p50, summary.lag.p99, summary.lag.max) == (0.5, 0.99, 1.0)
     few = Recorder()
     for late in (1, 2, 868):
         few.lag(T + late * MS, late * MS)
     summary = summarize(few.snapshot(), (T - 1, T + 1_000 * MS))
-    assert (summary.lag_p50_ms, summary.lag_p99_ms) == (2, 868)
+    assert (summary.lag.p50, summary.lag.p99) == (2, 868)
 
 
 def test_a_beat_that_was_due_in_the_window_counts_though_it_ran_after_its_end() -> None:
@@ -257,7 +257,7 @@ def test_a_beat_that_was_due_in_the_window_counts_though_it_ran_after_its_end() 
     recorder.lag(T + 70 * MS, 30 * MS)  # due at 40, ran once the loop was let go of, after the last step
     recorder.lag(T + 90 * MS, 5 * MS)
     held = recorder.snapshot()
-    assert summarize(held, window_of(held)).lag_max_ms == 30
+    assert summarize(held, window_of(held)).lag.max == 30
 
 
 def test_awaiting_leaves_out_the_time_in_which_the_loop_was_late() -> None:
@@ -318,3 +318,54 @@ def test_bubbles_add_up_on_any_recording(data: st.DataObject) -> None:
     found = {cell for b in summary.bubbles for cell in range(b.start_ns, b.end_ns)}
     assert found == runnable - busy
     assert all(0 < b.share <= 1 and b.cause for b in summary.bubbles)
+
+
+def test_a_span_of_the_users_inside_the_engines_is_to_blame() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.COMMIT, *at(10, 20), 1)
+    recorder.record(Phase.USER, *at(11, 19), name="a listener")
+    assert gap_under(recorder) == "a listener"
+
+
+def test_one_that_only_begins_there_is_not() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.COMMIT, *at(10, 19.5), 1)
+    recorder.record(Phase.USER, *at(11, 20), name="my work")
+    assert gap_under(recorder) == "committing"
+
+
+def test_the_critical_path_adds_up() -> None:
+    held = planted().snapshot()
+    path = critical_path(held, window_of(held))
+    assert path is not None and sum(path) == pytest.approx(1)
+    assert path.device == pytest.approx(41 / 60)
+    # Committing 10.2 to 12.5, launching 30 to 30.1, planning 40 to 47: also under a collection it is the engine's.
+    assert path.host == pytest.approx((2.3 + 0.1 + 7) / 60)
+    assert critical_path(Recorder().snapshot(), (0, 1)) is None
+
+
+def test_several_devices_have_shares_of_their_own() -> None:
+    recorder = Recorder()
+    recorder.step(T, T + 8 * MS, step_id=1, batch_size=1, tokens=1, prefill_tokens=0, device=0)
+    recorder.step(T + 4 * MS, T + 10 * MS, step_id=2, batch_size=1, tokens=1, prefill_tokens=0, device=1)
+    recorder.work(T, T + 2 * MS, "copy", device=1, stream=5)
+    summary = summarize(recorder.snapshot(), (T, T + 10 * MS))
+    assert summary.devices == {0: 0.8, 1: 0.8} and summary.busy == 0.8
+    assert summary.bubbles == () and "GPU 0 80.0 %, GPU 1 80.0 %" in str(summary)
+
+
+def test_a_windows_ends_may_be_given() -> None:
+    timeline = Timeline(planted())
+    assert timeline.summary(window=(T, T + 20 * MS)).busy == 17 / 20
+    for window in ((5, 5), (1,), "ab", (3, 1)):
+        with pytest.raises(InvalidRequestError, match="window"):
+            timeline.summary(window=window)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="window"):
+        timeline.summary(1.0, window=(T, T + 1))
+
+
+def test_loading_does_not_stretch_the_window() -> None:
+    recorder = planted()
+    recorder.record(Phase.LOAD, T - 9_000 * MS, T - 500 * MS, name="a model")
+    recorder.record(Phase.CAPTURE, T - 500 * MS, T - 400 * MS)
+    assert window_of(recorder.snapshot()) == (T, T + 60 * MS)

@@ -44,7 +44,7 @@ class Event:
         return float(np.float32((end.at_ns - self.at_ns) * (1 + self.device.drift) / 1e6))
 
 
-@pytest.mark.parametrize("drift", [0.0, 1e-6, -1e-6])
+@pytest.mark.parametrize("drift", [0.0, 1e-6, -1e-6, 1e-5])
 def test_a_simulated_hour(drift, monkeypatch):
     device = Simulated(drift)
     monkeypatch.setattr(clock_module.time, "perf_counter_ns", device.perf_counter_ns)
@@ -84,3 +84,16 @@ def test_one_slow_reading_does_not_spoil_the_reference(monkeypatch):
     clock = DeviceClock(sometimes_slow)
     event = Event(device, device.now)
     assert abs(clock.ns(event) - event.at_ns) <= clock.error_ns <= 50_000
+
+
+def test_what_a_drift_that_changes_costs_is_measured(monkeypatch):
+    device = Simulated(0.0)
+    monkeypatch.setattr(clock_module.time, "perf_counter_ns", device.perf_counter_ns)
+    clock = DeviceClock(device.record)
+    width = clock.error_ns
+    for moment in range(1, 13):
+        device.drift = 1e-5 if moment > 6 else 0.0
+        device.now += 5 * SECOND
+        clock.ns(Event(device, device.now))
+        missed = clock.error_ns - width
+        assert (missed > 30_000) == (moment == 7), "once the rate is known, nothing is missed any more"

@@ -6,6 +6,8 @@ import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Recorder
@@ -26,7 +28,7 @@ def test_keeps_what_it_was_told_in_order() -> None:
         (15, 16, Phase.CALLBACK, 0),
     ]
     assert held.names.tolist() == ["", "slider"]
-    assert held.steps.tolist() == [(1, 30, 40, 7, 2, 9, 8, 1, 1, 1)]
+    assert held.steps.tolist() == [(1, 30, 40, 7, 2, 9, 8, 1, 1, 1, 0)]
     assert held.lags[["at", "lag"]].tolist() == [(50, 3)]
     assert held.runnable[["at", "count"]].tolist() == [(5, 2), (60, 0)]
     assert held.complete_from == 0
@@ -196,3 +198,35 @@ def test_a_collection_in_the_middle_of_a_record_is_recorded_too() -> None:
     held = recorder.snapshot()
     assert np.count_nonzero(held.spans["phase"] == Phase.PLAN) == len(kept) == 500
     assert np.count_nonzero(held.spans["phase"] == Phase.GC) > 0
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=8), st.booleans())
+def test_reading_what_is_new_misses_and_repeats_nothing(capacity: int, batches: list[int], cleared: bool) -> None:
+    recorder = Recorder(spans=capacity)
+    written, seen, last = 0, [], 0
+    for number, batch in enumerate(batches):
+        for _ in range(batch):
+            written += 1
+            recorder.record(Phase.USER, written, written, written)
+        if cleared and number == 3:
+            recorder.clear()
+            last_of_cleared = written
+            seen = [ref for ref in seen if ref <= last_of_cleared]
+        new = recorder.tail((last, 0, 0, 0, 0))[0]
+        expected = [ref for ref in recorder.snapshot().spans["ref"].tolist() if not seen or ref > seen[-1]]
+        assert new["ref"].tolist() == expected
+        seen += expected
+        last = int(new["number"][-1]) if len(new) else last
+    assert seen == sorted(set(seen))
+
+
+def test_a_span_that_goes_on_is_seen_as_ending_now() -> None:
+    recorder = Recorder()
+    recorder.begin(Phase.CELL, 100, 7)
+    recorder.record(Phase.PLAN, 1, 2)
+    held = recorder.snapshot()
+    assert held.spans[["start", "phase", "ref"]].tolist() == [(1, Phase.PLAN, 0), (100, Phase.CELL, 7)]
+    assert held.spans["end"][1] > 100
+    recorder.end(Phase.CELL, 300, 7)
+    recorder.end(Phase.CELL, 400, 7)
+    assert recorder.snapshot().spans[["start", "end", "ref"]].tolist() == [(1, 2, 0), (100, 300, 7)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline import Phase, Recorder, Timeline
+from interactive_infer.timeline import Phase, Recorder, Timeline, Work
 from interactive_infer.timeline.trace import from_dict, to_dict
 
 
@@ -74,7 +74,21 @@ def test_any_recording_survives_the_trace(
     for phase, a, b, ref, name in spans:
         recorder.record(phase, min(a, b), max(a, b), ref, name or None)
     for a, b in steps:
-        recorder.step(min(a, b), max(a, b), step_id=a, batch_size=1, tokens=9, prefill_tokens=b % 9, stream=a % 3)
+        recorder.step(
+            min(a, b),
+            max(a, b),
+            step_id=a,
+            batch_size=1,
+            tokens=9,
+            prefill_tokens=b % 9,
+            stream=a % 3,
+            device=b % 2 - 1,
+            generations=[a % 5, b % 7][: a % 3],
+            drawn=[b % 9 - 1, a][: a % 3],
+        )
+        recorder.work(min(a, b), max(a, b), f"{a}", kind=Work(a % 3), stream=b % 4, device=a % 2)
+        recorder.asked(a, b, a % 4)
+        recorder.profiled(min(a, b), max(a, b) + 1)
     for moment, late in lags:
         recorder.lag(moment, late)
         recorder.runnable(moment, late)
@@ -96,13 +110,54 @@ def test_the_trace_is_what_viewers_expect(made: Timeline) -> None:
     titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"CPU device", "CPU device, stream 3", "host: plan", "host: await", "host: cell"} <= set(titles.values())
     assert {event["tid"] for event in complete} == set(titles)
-    assert {event["ph"] for event in events} == {"X", "M", "C"}
+    assert {event["ph"] for event in events} == {"X", "M", "C", "s", "f"}
     tracks: dict[int, list[tuple[float, float]]] = {}
     for event in complete:
         tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in tracks.values():
         spans.sort()
         assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_the_trace_is_in_the_trace_event_format(made: Timeline) -> None:
+    """What "Trace Event Format" asks of each kind of event, and that each launch flows into its step."""
+    recorder = made.recorder
+    recorder.asked(500, 4, 0)
+    recorder.work(20_000, 30_000, "mine", stream=2)
+    events = json.loads(json.dumps(to_dict(recorder.snapshot(), device="GPU")))["traceEvents"]
+    needed = {
+        "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
+        "C": {"name", "ts", "pid", "args"},
+        "i": {"name", "ts", "pid", "tid", "s"},
+        "s": {"name", "cat", "id", "ts", "pid", "tid"},
+        "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
+        "M": {"name", "pid", "args"},
+    }
+    for event in events:
+        assert needed[event["ph"]] <= set(event), event
+        assert isinstance(event["pid"], int) and isinstance(event.get("ts", 0.0), int | float)
+        assert event["ph"] != "C" or all(isinstance(value, int | float) for value in event["args"].values())
+    assert {event["ph"] for event in events} == set(needed)
+    slices: dict[tuple[int, int], list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            slices.setdefault((event["pid"], event["tid"]), []).append(event)
+
+    def around(flow: dict) -> str:
+        """The slice that a viewer binds the flow's end to."""
+        on_track = slices[flow["pid"], flow["tid"]]
+        return next(s["name"] for s in on_track if s["ts"] <= flow["ts"] <= s["ts"] + s["dur"])
+
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert set(starts) == set(ends) == set(range(1, 30))
+    for number in starts:
+        assert around(starts[number]) == "launch" and around(ends[number]).endswith(f"step {number}")
+        assert starts[number]["ts"] <= ends[number]["ts"]
+    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert set(slices) <= named
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert set(processes.values()) == {"host", "GPU 0"}
 
 
 def test_overlapping_spans_of_a_phase_get_tracks_of_their_own() -> None:
@@ -123,8 +178,8 @@ def test_overlapping_spans_of_a_phase_get_tracks_of_their_own() -> None:
         "{}",
         '{"otherData": 3}',
         '{"traceEvents": []}',
-        '{"otherData": {"format": "interactive_infer timeline 1"}}',
-        '{"otherData": {"format": "interactive_infer timeline 1", "origin_ns": 0, "complete_from_ns": 0, '
+        '{"otherData": {"format": "interactive_infer timeline 2"}}',
+        '{"otherData": {"format": "interactive_infer timeline 2", "origin_ns": 0, "complete_from_ns": 0, '
         '"device": "d", "source": "s"}, "traceEvents": [{"ph": "X", "ts": "x"}]}',
     ],
 )

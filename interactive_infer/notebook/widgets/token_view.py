@@ -1,82 +1,77 @@
-"""The live text of one generation in the browser."""
+"""The live text of one generation, with its buttons, in the browser."""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar
 
-import anywidget
 import traitlets
 
-from interactive_infer.core.output import Output
+from interactive_infer.notebook.display import bundle, loop_of
+from interactive_infer.notebook.widgets.panel import Message, Panel, source
+from interactive_infer.notebook.widgets.stream import TOKENS_A_MESSAGE, Stream
 
 if TYPE_CHECKING:
-    from interactive_infer.notebook.display import Update
+    from interactive_infer.generation import Generation
 
-_HERE = Path(__file__).parent
+_FINISHED_KEPT = 100
 
 
-class TokenView(anywidget.AnyWidget):
-    """Shows text that grows.
+class TokenView(Panel):
+    """Shows a text that grows, and steers its generation. The messages are `Stream`'s.
 
-    Only what is new crosses the wire, as messages `{"start": n, "text": "…", "status": "…"}`; `start` counts
-    characters (code points) and so numbers the messages: a front end that has fewer than `start` has lost some, and
-    sends `{"resend": n}` with the number that it has. Each time the text has doubled it goes out whole instead, as the
-    synced trait `text`: that costs twice the text in all, shows a view that comes late what was before it, and heals a
-    loss where the kernel cannot answer (ipykernel 6 while a cell runs).
+    Each time the number of tokens has doubled, up to 1,000, all of them go out as the synced trait `snapshot` too: that
+    costs twice the text in all, shows a view that comes late what was before it, and heals an early loss where the
+    kernel cannot answer (ipykernel 6 while a cell runs).
 
-    `publish` belongs to the thread that drives the engine; front-end messages may arrive on any and are handed to
-    `loop` (None: answered where they arrive).
+    While it lasts the output holds the widget. With the end the output becomes the text as HTML, which the front end
+    takes the place of (see `Panel`). The views of the last 100 texts that ended stay usable; then the oldest is closed,
+    and what it shows stays.
     """
 
-    _esm = _HERE / "token_view.js"
-    _css = _HERE / "token_view.css"
+    _esm = source("panel.js", "stream.js", "token_view.js")
 
-    text = traitlets.Unicode("").tag(sync=True)
-    status = traitlets.Unicode("").tag(sync=True)
+    snapshot = traitlets.Dict({}).tag(sync=True)
 
-    def __init__(self, output: Output, loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__()
-        self._output = output
-        self._loop = loop
-        self._num_sent = 0
-        self._last_status = ""
-        self.on_msg(self._heard)
+    _finished: ClassVar[deque[TokenView]] = deque()
 
-    @property
-    def view_bundle(self) -> dict[str, Any]:
-        """What makes a front end show this widget, as a mime bundle."""
-        return {
-            "application/vnd.jupyter.widget-view+json": {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": self.model_id,
-            }
-        }
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(loop_of(generation))
+        self._in_snapshot = 0
+        self._live = generation.finish_reason is None
+        self._shown_whole = not self._live
+        self.stream = Stream(generation, self.tell, self.spawn, self._ended)
 
-    def publish(self, update: Update) -> None:
-        """Send one update; its text follows on the text of all updates before."""
-        self._num_sent += len(update.text)
-        self._last_status = update.status
-        if update.final or self._num_sent >= 2 * len(self.text):
-            with self.hold_sync():
-                self.text = self._output.text[: self._num_sent]
-                self.status = update.status
+    def show(self) -> None:
+        """Display it in the current cell, and follow the generation."""
+        super().show()
+        self.stream.start()
+
+    def bundle(self) -> Message:
+        return super().bundle() | (self.view_bundle if self._live else {})
+
+    def static(self) -> tuple[str, str]:
+        text = bundle(self.stream.generation)
+        return text["text/html"], text["text/plain"]
+
+    def hear(self, message: Message) -> None:
+        self.stream.hear(message)
+
+    def tell(self, message: Message) -> None:
+        count = message.get("count", 0)
+        if 2 * self._in_snapshot <= count <= TOKENS_A_MESSAGE and "tokens" in message and count:
+            self._in_snapshot = count
+            self.snapshot = message if message["from"] == 0 else self.stream.batch(0)
         else:
-            self._send_text(update.start, update.text)
+            self.send(message)
 
-    def _send_text(self, start: int, text: str) -> None:
-        self.send({"start": start, "text": text, "status": self._last_status})
-
-    def _heard(self, _: TokenView, content: Any, __: list[memoryview]) -> None:
-        start = content.get("resend") if isinstance(content, dict) else None
-        if not isinstance(start, int) or start < 0:
-            return  # not a message of this widget's front end
-        if self._loop is None or self._loop.is_closed():
-            self._resend(start)
+    def _ended(self) -> None:
+        if self._shown_whole:
+            self._shown_whole = False
         else:
-            self._loop.call_soon_threadsafe(self._resend, start)
-
-    def _resend(self, start: int) -> None:
-        self._send_text(start, self._output.text[start : self._num_sent])
+            self._live = False
+            self.renew()
+        if self not in self._finished:
+            self._finished.append(self)
+            while len(self._finished) > _FINISHED_KEPT:
+                self._finished.popleft().close()

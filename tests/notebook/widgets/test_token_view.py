@@ -1,54 +1,85 @@
+"""What a token view sends and what it answers, without a browser."""
+
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from interactive_infer.errors import EngineClosedError
+from interactive_infer.generation import Alternative, Token
 from interactive_infer.notebook import widgets
 from interactive_infer.notebook.display import Follower
 from interactive_infer.notebook.widgets.token_view import TokenView
 from tests.notebook.fakes import Clock, Writer
 
-SOURCE = Path(widgets.__file__).parent / "token_view.js"
+SOURCES = Path(widgets.__file__).parent.glob("*.js")
 
 
 class FrontEnd:
-    """The browser's side of the protocol, on a wire that loses what `lose` says."""
+    """The browser's side of the protocol (stream.js in short), on a wire that loses what `lose` says."""
 
-    def __init__(self, view: TokenView, monkeypatch: pytest.MonkeyPatch, lose: set[int] = frozenset()) -> None:
-        self.text, self.status, self.sent, self.count = "", "", 0, 0
+    def __init__(self, writer: Writer, monkeypatch: pytest.MonkeyPatch, lose: set[int] = frozenset()) -> None:
+        self.clock = Clock()
+        timing = {"clock": self.clock, "call_later": self.clock.call_later}
+        monkeypatch.setattr(Follower.__init__, "__kwdefaults__", {**(Follower.__init__.__kwdefaults__ or {}), **timing})
+        self.view = TokenView(writer.generation)
+        self.tokens: list[str] = []
+        self.logprobs: dict[int, float] = {}
+        self.details: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self.status, self.state, self.run = "", "", 0
+        self.bytes = self.count = 0
         self.asked: list[int] = []
+        self.renewed = 0
         self._lose = lose
+        monkeypatch.setattr(self.view, "send", lambda content, buffers=None: self._receive(content), raising=False)
+        monkeypatch.setattr(self.view, "send_state", lambda key=None: self._receive(self.view.snapshot), raising=False)
+        monkeypatch.setattr(self.view, "renew", self._renew, raising=False)
+        self.view.stream.start()
 
-        def send(content: dict, buffers: object = None) -> None:
-            self.sent += len(content["text"])
-            self._receive(content["start"], content["text"], content["status"])
+    def _renew(self) -> None:
+        self.renewed += 1
 
-        def send_state(keys: object = None) -> None:
-            self.sent += len(view.text)
-            self._receive(0, view.text, view.status)
-
-        monkeypatch.setattr(view, "send", send, raising=False)
-        monkeypatch.setattr(view, "send_state", send_state, raising=False)
-
-    def _receive(self, start: int, text: str, status: str) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         self.count += 1
+        self.bytes += len(json.dumps(message, ensure_ascii=False).encode())
         if self.count in self._lose:
             return
-        if start > len(self.text):
-            self.asked.append(len(self.text))
-            return
-        self.text += text[len(self.text) - start :]
-        self.status = status
+        if "error" in message:
+            self.errors.append(message["error"])
+        elif "detail" in message:
+            self.details.append(message)
+        else:
+            self._receive_batch(message)
 
+    def _receive_batch(self, message: dict[str, Any]) -> None:
+        if message["run"] > self.run:
+            self.run = message["run"]
+            del self.tokens[message["keep"] :]
+        start, tokens = message["from"], message.get("tokens", [])
+        if start <= len(self.tokens):
+            self.tokens += tokens[len(self.tokens) - start :]
+        self.logprobs |= {start + i: value for i, value in enumerate(message.get("logprobs", ())) if value is not None}
+        self.status, self.state = message.get("status", self.status), message.get("state", self.state)
+        if len(self.tokens) < message["count"]:
+            self.asked.append(len(self.tokens))
 
-def follow(writer: Writer, view: TokenView) -> Clock:
-    clock = Clock()
-    Follower(writer.generation, view.publish, rate=30, clock=clock, call_later=clock.call_later).start()
-    return clock
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    def say(self, message: object) -> None:
+        self.view._handle_custom_msg(message, [])
+
+    def catch_up(self) -> None:
+        while self.asked:
+            self.say({"resend": self.asked.pop()})
 
 
 def write_all(writer: Writer, clock: Clock, words: list[str]) -> None:
@@ -57,64 +88,81 @@ def write_all(writer: Writer, clock: Clock, words: list[str]) -> None:
         clock.advance(0.01)
 
 
-def test_the_wire_carries_a_few_times_the_text_and_not_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wire_carries_each_token_a_few_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"word {i} " for i in range(5_000)]
     writer = Writer(words)
-    view = TokenView(writer.output, None)
-    front_end = FrontEnd(view, monkeypatch)
-    write_all(writer, follow(writer, view), words)
+    front_end = FrontEnd(writer, monkeypatch)
+    write_all(writer, front_end.clock, words)
     writer.finish()
     assert front_end.text == "".join(words)
-    assert front_end.status.startswith("stop · 5,000 tokens")
-    assert front_end.sent <= 4 * len(front_end.text)
+    assert front_end.status.startswith("stop · 5,000 tokens") and front_end.state == "finished"
+    assert front_end.bytes <= 120 * len(words)
     assert not front_end.asked
+    assert front_end.renewed == 1, "the saved output is the final text"
 
 
 def test_what_was_lost_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"{i} " for i in range(1_000)]
     writer = Writer(words)
-    view = TokenView(writer.output, None)
-    front_end = FrontEnd(view, monkeypatch, lose=set(range(30, 40)))
-    clock = follow(writer, view)
-    write_all(writer, clock, words[:150])
+    front_end = FrontEnd(writer, monkeypatch, lose=set(range(30, 40)))
+    write_all(writer, front_end.clock, words[:150])
     assert front_end.asked, "the loss was not noticed"
     assert front_end.text != writer.generation.text
-    view._handle_custom_msg({"resend": front_end.asked[0]}, [])
-    clock.advance(0.1)
+    front_end.catch_up()
+    front_end.clock.advance(0.1)
     assert front_end.text == writer.generation.text
 
 
-def test_a_loss_heals_without_an_answer_when_the_text_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_loss_heals_without_an_answer_when_the_text_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"{i} " for i in range(1_000)]
     writer = Writer(words)
-    view = TokenView(writer.output, None)
-    front_end = FrontEnd(view, monkeypatch, lose={1, 2, 3, 9})
-    write_all(writer, follow(writer, view), words)
-    assert len(front_end.text) >= len(writer.generation.text) // 2 - 10
+    front_end = FrontEnd(writer, monkeypatch, lose={1, 2, 3, 9})
+    write_all(writer, front_end.clock, words)
+    assert len(front_end.tokens) >= 290
     assert writer.generation.text.startswith(front_end.text)
 
 
-def test_the_synced_text_shows_a_late_view_what_was_before_it() -> None:
-    words = [f"{i} " for i in range(200)]
+def test_a_long_text_that_has_ended_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"{i} " for i in range(20_000)]
     writer = Writer(words)
-    view = TokenView(writer.output, None)
-    write_all(writer, follow(writer, view), words)
-    assert len(view.get_state()["text"]) >= len(writer.generation.text) // 2 - 10
+    writer.write(len(words))
     writer.finish()
-    assert view.get_state()["text"] == "".join(words)
+    front_end = FrontEnd(writer, monkeypatch)
+    assert len(front_end.tokens) == 1_000
+    front_end.catch_up()
+    assert front_end.tokens == words
+    assert front_end.renewed == 0, "it was displayed whole"
 
 
-@pytest.mark.parametrize("content", [{}, {"resend": -1}, {"resend": "0"}, {"resend": None}, [], "resend"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"resend": -1},
+        {"resend": "0"},
+        {"detail": 99},
+        {"detail": "0"},
+        {"do": "close"},
+        {"do": "__del__"},
+        {"visible": 0},
+        [],
+        "resend",
+        None,
+    ],
+)
 def test_messages_that_are_not_ours_are_ignored(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = TokenView(Writer([]).output, None)
-    front_end = FrontEnd(view, monkeypatch)
-    view._handle_custom_msg(content, [])
-    assert front_end.count == 0
+    writer = Writer(["a"])
+    writer.write()
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.clock.advance(1)
+    count = front_end.count
+    front_end.say(content)
+    front_end.clock.advance(1)
+    assert front_end.count == count
 
 
-async def test_a_request_from_another_thread_is_answered_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(["a", "b"])
-    view = TokenView(writer.output, asyncio.get_running_loop())
+async def test_a_message_from_another_thread_is_heard_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = TokenView(Writer(["a", "b"]).generation)
     answered = asyncio.Event()
     threads: list[int] = []
 
@@ -128,6 +176,152 @@ async def test_a_request_from_another_thread_is_answered_on_the_loop(monkeypatch
     assert threads == [threading.get_ident()]
 
 
-def test_the_page_inserts_text_only_as_text_nodes() -> None:
-    source = SOURCE.read_text(encoding="utf-8")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|DOMParser|srcdoc", source)
+@pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
+def test_a_button_steers_the_generation(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, called = Writer(["a"]), []
+    monkeypatch.setattr(writer.generation, verb, lambda: called.append(verb), raising=False)
+    FrontEnd(writer, monkeypatch).say({"do": verb})
+    assert called == [verb]
+
+
+def test_what_a_button_raises_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a"])
+    writer.write()
+    writer.finish()
+
+    def refuse() -> None:
+        raise EngineClosedError("closed <b>")
+
+    monkeypatch.setattr(writer.generation, "continue_", refuse, raising=False)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"do": "continue"})
+    assert front_end.errors == ["EngineClosedError: closed <b>"]
+
+
+def test_continue_goes_on_in_the_same_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Writer(["one ", "two ", "end"]), Writer(["one ", "two ", "three ", "four"])
+    front_end = FrontEnd(first, monkeypatch)
+    first.write(3)
+    first.finish()
+    second.write(2)  # what both share
+    monkeypatch.setattr(first.generation, "continue_", lambda: second.generation, raising=False)
+    front_end.say({"do": "continue"})
+    assert front_end.view.stream.generation is second.generation
+    second.write(2)
+    second.finish()
+    assert front_end.tokens == ["one ", "two ", "three ", "four"]
+    assert front_end.renewed == 2
+
+
+def test_a_hidden_view_is_sent_nothing_until_it_is_seen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["a "] * 100
+    writer = Writer(words)
+    front_end = FrontEnd(writer, monkeypatch)
+    write_all(writer, front_end.clock, words[:30])
+    front_end.say({"visible": False})
+    count = front_end.count
+    write_all(writer, front_end.clock, words[:30])
+    assert front_end.count == count
+    front_end.say({"visible": True})
+    front_end.clock.advance(0)
+    assert len(front_end.tokens) == 60
+
+
+# -- probabilities -----------------------------------------------------------------------------------------------------
+
+
+def scoring(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`Generation.score` without a model; the list gets how many tokens there were at each call."""
+    calls: list[int] = []
+
+    async def score(k: int) -> tuple[Token, ...]:
+        count = len(writer.output.token_ids)
+        calls.append(count)
+        await asyncio.sleep(0)
+        other = Alternative(7, "other", -0.5)
+        return tuple(Token(i, writer.output.piece(i), i, -1.0 - i, 2, (other,)) for i in range(count))
+
+    monkeypatch.setattr(writer.generation, "score", score, raising=False)
+    return calls
+
+
+async def turns(front_end: FrontEnd, count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_the_first_hover_scores_the_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a", "b", "c"])
+    calls = scoring(writer, monkeypatch)
+    writer.write(3)
+    writer.finish()
+    front_end = FrontEnd(writer, monkeypatch)
+    for index in (1, 2, 1):
+        front_end.say({"detail": index})
+    await turns(front_end)
+    front_end.say({"detail": 0})
+    await turns(front_end)
+    assert calls == [3]
+    assert [(d["detail"], d["logprob"], d["rank"]) for d in front_end.details] == [
+        (1, -2.0, 2),
+        (2, -3.0, 2),
+        (0, -1.0, 2),
+    ]
+    assert front_end.details[0]["alternatives"][0][0] == 7
+
+
+async def test_a_text_that_has_grown_is_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a", "b", "c"])
+    calls = scoring(writer, monkeypatch)
+    front_end = FrontEnd(writer, monkeypatch)
+    writer.write(1)
+    front_end.clock.advance(1)
+    front_end.say({"detail": 0})
+    await turns(front_end)
+    writer.write(2)
+    front_end.clock.advance(1)
+    front_end.say({"shade": True})
+    await turns(front_end)
+    assert calls == [1, 3]
+    assert front_end.logprobs == {0: -1.0, 1: -2.0, 2: -3.0}
+
+
+async def test_probabilities_that_cannot_be_had_are_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a"])
+    writer.write()
+    writer.finish()
+
+    async def score(k: int) -> tuple[Token, ...]:
+        raise EngineClosedError("it is closed")
+
+    monkeypatch.setattr(writer.generation, "score", score, raising=False)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"detail": 0})
+    await turns(front_end)
+    assert front_end.details == [{"detail": 0, "problem": "no probabilities: it is closed"}]
+    front_end.say({"shade": True})
+    await turns(front_end)
+    assert front_end.errors == ["EngineClosedError: it is closed"]
+
+
+async def test_a_score_that_knows_less_than_was_asked_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, calls = Writer(["a"]), []
+    writer.write()
+    writer.finish()
+
+    async def score(k: int) -> tuple[Token, ...]:
+        calls.append(k)
+        return ()
+
+    monkeypatch.setattr(writer.generation, "score", score, raising=False)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"detail": 0})
+    await turns(front_end)
+    assert len(calls) == 1 and "problem" in front_end.details[0]
+
+
+def test_the_pages_insert_text_only_as_text() -> None:
+    for path in SOURCES:
+        source = path.read_text(encoding="utf-8")
+        unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|DOMParser|srcdoc|new Function"
+        assert not re.search(unsafe, source), path.name

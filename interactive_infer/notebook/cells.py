@@ -1,0 +1,88 @@
+"""The user's cells: whether one runs now, and their spans for timelines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from interactive_infer.notebook.sync import warn_if_cells_get_lost
+from interactive_infer.timeline.recorder import Phase, Recorder
+
+
+class Cells:
+    """Hears when a shell's cells begin and end.
+
+    IPython's `pre_run_cell` and `post_run_cell`, which come in pairs, also for a cell that fails or is interrupted.
+    Not `pre_execute` and `post_execute`: each comm message fires those too, in the middle of a cell. Of nested cells
+    (`shell.run_cell` in a cell) only the outermost counts. ipykernel 7 runs cells on threads too (subshells): one stack
+    a thread.
+
+    Made in the middle of a cell, it takes that one to have begun now. Where none runs, the next one's beginning shows
+    that.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = weakref.ref(shell)
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._main = threading.main_thread().ident
+        self._open: dict[int | None, list[tuple[int, int]]] = {}  # by thread: start in ns and number of each
+        self._assumed: tuple[int, int] | None = (time.perf_counter_ns(), shell.execution_count)
+        shell.events.register("pre_run_cell", self._begins)
+        shell.events.register("post_run_cell", self._ended)
+
+    @property
+    def running(self) -> bool:
+        """Whether a cell of the main thread has begun and not ended."""
+        return self._assumed is not None or bool(self._open.get(self._main))
+
+    def record(self, recorder: Recorder) -> None:
+        """Give it a Phase.CELL span for each cell from the running one on; `ref` is the execution count."""
+        self._recorders.add(recorder)
+
+    def _begins(self, _: object) -> None:
+        warn_if_cells_get_lost()
+        shell, thread = self._shell(), threading.get_ident()
+        if thread == self._main:
+            self._assumed = None
+        self._open.setdefault(thread, []).append((time.perf_counter_ns(), shell.execution_count if shell else 0))
+
+    def _ended(self, _: object) -> None:
+        thread = threading.get_ident()
+        begun = self._open.get(thread)
+        if begun:
+            cell = begun.pop()
+            if begun:
+                return
+            del self._open[thread]
+        elif thread == self._main and self._assumed is not None:
+            cell, self._assumed = self._assumed, None
+        else:
+            return
+        now = time.perf_counter_ns()
+        for recorder in tuple(self._recorders):
+            recorder.record(Phase.CELL, cell[0], now, cell[1])
+
+
+_of_shells: weakref.WeakKeyDictionary[Any, Cells] = weakref.WeakKeyDictionary()
+
+
+def cells_of(shell: Any) -> Cells:
+    """The one `Cells` of a shell, made at the first call."""
+    cells = _of_shells.get(shell)
+    if cells is None:
+        cells = _of_shells[shell] = Cells(shell)
+    return cells
+
+
+def record_cells(recorder: Recorder) -> None:
+    """Put the user's cells on a timeline, from the running one on. Outside IPython: nothing. From any thread."""
+    if "IPython" not in sys.modules:
+        return
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        cells_of(shell).record(recorder)

@@ -1,0 +1,154 @@
+"""What our widgets have in common: how they come into a notebook, and how their front ends are heard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import sys
+import uuid
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from interactive_infer.notebook import kernel
+from interactive_infer.notebook.hostile import markup, sound
+
+_log = logging.getLogger(__name__)
+_HERE = Path(__file__).parent
+
+Message = dict[str, Any]
+
+
+def source(*names: str) -> str:
+    """One JavaScript module, or one style sheet, of several files."""
+    return "\n".join((_HERE / name).read_text(encoding="utf-8") for name in names)
+
+
+class Panel(anywidget.AnyWidget):
+    """A widget whose output in the notebook is plain HTML, brought to life by the widget's front end.
+
+    JupyterLab shows an error in the place of a widget whose model is gone, whatever else the output holds. So the
+    output holds `static`, the text and figures as HTML, inside an element with the class `mark`. The front end
+    (panel.js) looks for that element and takes its place; saved, exported or reopened, the HTML is what there is.
+
+    - Messages from the front end arrive on any thread. Each is handed to `loop`, where `hear` is called with it (None
+      or a closed loop: where it arrives).
+    - What `hear`, or a task of `spawn`, raises is shown in the widget.
+    """
+
+    _css = _HERE / "panel.css"
+
+    mark = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__(mark=f"interactive-infer-live-{uuid.uuid4().hex}")
+        self.loop = loop
+        self.display_id = uuid.uuid4().hex
+        kernel.keep_live(self)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_msg(self._arrived)
+
+    def hear(self, message: Message) -> None:
+        """A message from the front end, on the loop."""
+        raise NotImplementedError
+
+    def static(self) -> tuple[str, str]:
+        """What there is to read now: as HTML, safe to insert, and as plain text."""
+        raise NotImplementedError
+
+    def tell(self, message: Message) -> None:
+        """Send a message to the front end."""
+        self.send(message)
+
+    def fail(self, error: BaseException) -> None:
+        """Show an error in the widget."""
+        _log.debug("shown in a widget", exc_info=error)
+        self.tell({"error": sound(f"{type(error).__name__}: {error}")})
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as a task that belongs to no cell and no message."""
+        assert self.loop is not None
+        task = self.loop.create_task(self._shielded(work), context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.fail(error)
+
+    # -- output ------------------------------------------------------------------------------------------------
+
+    @property
+    def view_bundle(self) -> Message:
+        """What makes a front end show this widget itself, as a mime bundle."""
+        return {
+            "application/vnd.jupyter.widget-view+json": {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": self.model_id,
+            }
+        }
+
+    def bundle(self) -> Message:
+        """The output: `static`, for the front end to take the place of."""
+        body, plain = self.static()
+        bundle: Message = {
+            "text/plain": sound(plain),
+            "text/html": f'<div class="interactive-infer mathjax_ignore {self.mark}">{body}</div>',
+        }
+        # Colab shows each output in a frame of its own, out of the front end's reach.
+        return bundle | self.view_bundle if "google.colab" in sys.modules else bundle
+
+    def show(self) -> None:
+        """Display it in the current cell."""
+        from IPython.display import display
+
+        display(self.bundle(), raw=True, display_id=self.display_id)
+
+    def renew(self) -> None:
+        """Bring the output up to date: what is saved from now on."""
+        from IPython.display import update_display
+
+        update_display(self.bundle(), raw=True, display_id=self.display_id)
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+    # -- hearing -----------------------------------------------------------------------------------------------
+
+    def _arrived(self, _: Panel, content: object, __: object) -> None:
+        if isinstance(content, dict):
+            self.on_loop(partial(self._hear, content))
+
+    def on_loop(self, callback: Callable[[], None]) -> None:
+        """Call it on the loop, soon."""
+        if self.loop is None or self.loop.is_closed():
+            callback()
+        else:
+            self.loop.call_soon_threadsafe(callback, context=contextvars.Context())
+
+    def _hear(self, content: Message) -> None:
+        try:
+            if content.get("renew") is True:
+                self.renew()
+            else:
+                self.hear(content)
+        except Exception as error:
+            self.fail(error)
+
+
+def table(rows: list[tuple[str, str]], caption: str) -> str:
+    """Names and values as an HTML table."""
+    body = "".join(
+        f'<tr><th scope="row" style="text-align:left">{markup(name)}</th>'
+        f'<td style="text-align:left;white-space:pre-wrap">{markup(value)}</td></tr>'
+        for name, value in rows
+    )
+    return f"<table><caption>{markup(caption)}</caption><tbody>{body}</tbody></table>"

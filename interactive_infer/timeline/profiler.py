@@ -1,0 +1,226 @@
+"""torch.profiler's kernels on the timeline's clock: of a window that is profiled now, or of a trace made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline.analysis import Window
+from interactive_infer.timeline.intervals import Intervals
+from interactive_infer.timeline.recorder import CPU, Phase, Recorder, Work
+from interactive_infer.timeline.recording import SPAN, WORK, Recording
+
+# Not among them: synchronisation records and annotations, which are no work, and the runtime's calls, the host's.
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
+_CLOCK = "interactive_infer clock"
+_MARKS = 8
+_POLL_S = 0.01
+
+
+class Profile:
+    """A window in which torch.profiler sees every kernel, those of replayed CUDA graphs too.
+
+    `async with timeline.profile(steps=50):` ends with the 50th step that is recorded in it, or with the block if that
+    comes first; `with timeline.profile():` with the block. Then the kernels are on the timeline (on a CPU: the
+    outermost operators), and `window` is the stretch in which none is missing. Starting and stopping the profiler holds
+    the loop, the first start on a card for seconds; while it runs, launches are slower.
+
+    The profiler's clock is placed on `time.perf_counter_ns` by marks, each made between two readings, at the beginning
+    and at the end.
+    """
+
+    def __init__(self, recorder: Recorder, steps: int | None) -> None:
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise InvalidRequestError(
+                "steps", steps, "give the number of steps to profile, or None for the whole block"
+            )
+        self.window: Window | None = None
+        """ns on `time.perf_counter_ns`; None until the block has ended."""
+        self.num_kernels = 0
+        self._recorder = recorder
+        self._steps = steps
+        self._profiler: Any = None
+        self._readings: list[tuple[int, int]] = []
+        self._ended_ns = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the window has ended: with the steps that were asked for, or the block."""
+        return self._ended_ns > 0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+        self._take()
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        if self._steps is not None:
+            self._watch = asyncio.create_task(self._until(self._steps))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        self._stop()
+        await asyncio.to_thread(self._take)
+
+    async def _until(self, steps: int) -> None:
+        while self._recorder.num_steps_after(self._begun_ns) < steps:
+            await asyncio.sleep(_POLL_S)
+        self._stop()
+
+    def _start(self) -> None:
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import ProfilerActivity, profile
+
+        # Which spans of torch a card's profile keeps is no matter here, and each costs time; the CPU has nothing else.
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profiler = profile(
+            activities=activities,
+            experimental_config=_ExperimentalConfig(profile_all_threads=self._recorder.device == CPU),
+        )
+        self._profiler.start()
+        self._mark()
+        self._begun_ns = time.perf_counter_ns()
+
+    def _stop(self) -> None:
+        if not self.done:
+            self._ended_ns = time.perf_counter_ns()
+            self._mark()
+            self._profiler.stop()
+
+    def _mark(self) -> None:
+        from torch.profiler import record_function
+
+        for _ in range(_MARKS):
+            before = time.perf_counter_ns()
+            with record_function(_CLOCK):
+                self._readings.append((before, time.perf_counter_ns()))
+
+    def _take(self) -> None:
+        """Put the kernels on the timeline."""
+        profiler, self._profiler = self._profiler, None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            del profiler
+            data = json.loads(path.read_text(encoding="utf-8"))
+        rows, names = kernels_of(data)
+        starts = np.array([start for start, _, _ in _events(data, ("user_annotation",), _CLOCK)], np.int64)
+        rows = _placed(rows, np.sort(starts), np.array(self._readings, np.int64))
+        self.window = self._begun_ns, self._ended_ns
+        inside = (rows["end"] > self._begun_ns) & (rows["start"] < self._ended_ns)
+        self.num_kernels = int(inside.sum())
+        for (_, start, end, _, stream, device), name in zip(rows[inside].tolist(), names[inside].tolist(), strict=True):
+            self._recorder.work(start, end, name, kind=Work.KERNEL, stream=stream, device=device)
+        self._recorder.profiled(*self.window)
+
+
+def is_profile(data: Any) -> bool:
+    """Whether a JSON file is a trace of torch.profiler's."""
+    return isinstance(data, dict) and isinstance(data.get("traceEvents"), list) and "otherData" not in data
+
+
+def from_profile(data: Mapping[str, Any]) -> Recording:
+    """A trace of torch.profiler's as a recording: kernels (without any, the outermost CPU operators) as work of
+    devices, `record_function` and step annotations as spans of the user's. Its clock is the profiler's own."""
+    rows, names = kernels_of(data)
+    annotations = [*_events(data, ("user_annotation",))]
+    spans = np.zeros(len(annotations), SPAN)
+    labels = np.empty(len(annotations), np.object_)
+    for at, (start, end, event) in enumerate(annotations):
+        spans[at] = (at + 1, start, end, Phase.USER, 0)
+        labels[at] = str(event["name"])
+    whole = [(start, end) for start, end, _ in _events(data, ("Trace",))]
+    if not whole and len(rows):
+        whole = [(int(rows["start"].min()), int(rows["end"].max()))]
+    return Recording(
+        spans=spans,
+        names=labels,
+        work=rows,
+        work_names=names,
+        profiled=np.array(whole, np.int64).reshape(-1, 2),
+    )
+
+
+def kernels_of(data: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[np.object_]]:
+    """(WORK, names) of what ran on devices, by start. One that is there twice counts once."""
+    found = {
+        (start, end, int(event["args"].get("stream", 0)), int(event["args"].get("device", 0)), str(event["name"]))
+        for start, end, event in _events(data, _ON_DEVICE)
+    }
+    if not found:
+        found = _operators(data)
+    ordered = sorted(found)
+    rows, names = np.zeros(len(ordered), WORK), np.empty(len(ordered), np.object_)
+    for at, (start, end, stream, device, name) in enumerate(ordered):
+        rows[at], names[at] = (at + 1, start, end, Work.KERNEL, stream, device), name
+    return rows, names
+
+
+def _operators(data: Mapping[str, Any]) -> set[tuple[int, int, int, int, str]]:
+    """The outermost operators of each thread."""
+    found: set[tuple[int, int, int, int, str]] = set()
+    threads: dict[Any, tuple[int, int]] = {}  # by thread: its number, and the end of its last outermost operator
+    for start, end, event in sorted(_events(data, ("cpu_op",)), key=lambda each: (each[0], -each[1])):
+        number, reached = threads.get(event.get("tid"), (len(threads), start))
+        if start >= reached:
+            found.add((start, end, number, CPU, str(event["name"])))
+            threads[event.get("tid")] = number, end
+    return found
+
+
+def _events(
+    data: Mapping[str, Any], categories: tuple[str, ...], name: str | None = None
+) -> list[tuple[int, int, Any]]:
+    """(start, end, event) of complete events, in ns of the profiler's clock."""
+    base = int(data.get("baseTimeNanoseconds", 0))
+    found = []
+    for event in data["traceEvents"]:
+        category = event.get("cat")
+        if event.get("ph") != "X" or not isinstance(category, str):
+            continue
+        if (category in categories or category.lower() in categories) and name in (None, event["name"]):
+            start = base + round(float(event["ts"]) * 1_000)
+            found.append((start, start + round(float(event.get("dur", 0)) * 1_000), event))
+    return found
+
+
+def _placed(rows: NDArray[Any], starts: NDArray[np.int64], readings: Intervals) -> NDArray[Any]:
+    """`rows` on the host's clock: mark i began at `starts[i]` there and between `readings[i]` here."""
+    if len(starts) != len(readings):
+        raise RuntimeError(f"torch.profiler has {len(starts)} of {len(readings)} marks: its trace cannot be placed")
+    width = readings[:, 1] - readings[:, 0]
+    half = len(starts) // 2
+    first, last = int(np.argmin(width[:half])), half + int(np.argmin(width[half:]))
+    middle, begun = (readings[:, 0] + width // 2)[[first, last]], starts[[first, last]]
+    offset, later = (middle - begun).tolist()
+    placed = rows.copy()
+    for column in ("start", "end"):
+        # In whole numbers as far as it goes: a float of so many ns since 1970 is off by hundreds.
+        drifted = np.interp(placed[column] - begun[0], begun - begun[0], [0.0, later - offset])
+        placed[column] += offset + np.rint(drifted).astype(np.int64)
+    return placed

@@ -1,0 +1,181 @@
+"""Kernels from torch.profiler: of traces made elsewhere, and of a window profiled now."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline import Phase, Timeline, Work
+from interactive_infer.timeline.profiler import Profile, _placed, kernels_of
+from interactive_infer.timeline.recorder import CPU, Recorder
+from interactive_infer.timeline.recording import WORK
+from interactive_infer.timeline.summary import KERNELS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
+
+
+def event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": 7, "args": args}
+
+
+ELSEWHERE: dict[str, Any] = {
+    "schemaVersion": 1,
+    "baseTimeNanoseconds": 1_700_000_000_000_000_000,
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+        event("Trace", "PyTorch Profiler (0)", 100.0, 100.0),
+        event("kernel", "gemm", 110.0, 20.0, device=0, stream=7),
+        event("kernel", "in a graph", 135.125, 10.5, device=0, stream=7),
+        event("kernel", "in a graph", 135.125, 10.5, device=0, stream=7),  # there twice
+        event("gpu_memcpy", "Memcpy DtoH", 120.0, 20.0, device=0, stream=20),
+        event("cuda_sync", "Stream Sync", 100.0, 100.0, device=0, stream=7),
+        event("gpu_user_annotation", "step", 100.0, 90.0, device=0, stream=7),
+        event("cuda_runtime", "cudaGraphLaunch", 101.0, 99.0),
+        event("cpu_op", "aten::mm", 100.0, 100.0),
+        event("user_annotation", "ProfilerStep#3", 105.0, 90.0),
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 101.0, "pid": 0, "tid": 7, "id": 1},
+    ],
+}
+
+
+def test_a_trace_made_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ELSEWHERE))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(ELSEWHERE).encode()))
+    for path in tmp_path.iterdir():
+        timeline = Timeline.load(path)
+        held = timeline.recorder.snapshot()
+        base = ELSEWHERE["baseTimeNanoseconds"]
+        found = zip(held.work_names.tolist(), held.work["start"] - base, held.work["end"] - base, strict=True)
+        assert list(found) == [
+            ("gemm", 110_000, 130_000),
+            ("Memcpy DtoH", 120_000, 140_000),
+            ("in a graph", 135_125, 145_625),
+        ]
+        assert held.work["stream"].tolist() == [7, 20, 7] and (held.work["kind"] == Work.KERNEL).all()
+        assert held.names.tolist() == ["ProfilerStep#3"] and held.spans["phase"].tolist() == [Phase.USER]
+        summary = timeline.summary(window=(base + 100_000, base + 200_000))
+        assert summary.busy == pytest.approx(0.35625) and summary.source == KERNELS
+        assert summary.largest_bubble is None, "before the first kernel and after the last nothing was to be done"
+        assert timeline.figure()._repr_png_()
+        again = tmp_path.parent / "saved.json"
+        timeline.save(again)
+        assert Timeline.load(again).recorder.snapshot() == held
+
+
+def test_without_a_card_the_outermost_operators_count(tmp_path: Path) -> None:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profiler, torch.profiler.record_function("my part"):
+        torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    held = Timeline.load(tmp_path / "t.json").recorder.snapshot()
+    assert "aten::linear" in held.work_names.tolist() and "aten::addmm" not in held.work_names.tolist()
+    assert "my part" in held.names.tolist()
+    assert (held.work["device"] == CPU).all()
+    for stream in np.unique(held.work["stream"]):
+        mine = np.sort(held.work[held.work["stream"] == stream], order="start")
+        assert (mine["end"][:-1] <= mine["start"][1:]).all()
+
+
+@pytest.mark.parametrize("data", [{"traceEvents": []}, {"traceEvents": [event("cpu_op", "x", "no", 1)]}])
+def test_a_trace_without_anything_is_refused(data: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    with pytest.raises(InvalidRequestError, match="path"):
+        Timeline.load(tmp_path / "t.json")
+
+
+def test_marks_place_kernels_to_the_nanosecond_in_spite_of_drift() -> None:
+    """The profiler's clock is off by hours and runs 1e-4 too fast; the narrowest reading of each end counts."""
+    here = np.array([0, 40, 90, 1_000_000_000, 1_000_000_400, 1_000_000_900]) + 5_000_000_000_000
+    there = np.rint((here - here[0]) * 1.0001).astype(np.int64) + 10**18
+    slack = np.array([500, 0, 900, 700, 0, 300])
+    readings = np.stack([here - slack, here + 2 * slack], axis=1)
+    rows = np.zeros(3, WORK)
+    rows["start"] = there[[1, 2, 4]]
+    rows["end"] = there[[2, 3, 5]]
+    placed = _placed(rows, there, readings)
+    assert np.abs(placed["start"] - here[[1, 2, 4]]).max() <= 1
+    assert np.abs(placed["end"] - here[[2, 3, 5]]).max() <= 1
+    with pytest.raises(RuntimeError, match="marks"):
+        _placed(rows, there[1:], readings)
+
+
+def compute(timeline: Timeline, steps: int, stop: threading.Event | None = None) -> None:
+    """Steps of operators on this thread, as a CPU engine's device does."""
+    import time
+
+    for number in range(steps):
+        if stop is not None and stop.is_set():
+            return
+        start = time.perf_counter_ns()
+        torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+        timeline.recorder.step(start, time.perf_counter_ns(), step_id=number, batch_size=1, tokens=1, prefill_tokens=0)
+
+
+def test_profiled_now_operators_lie_inside_their_steps() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    with timeline.profile() as profile:
+        worker = threading.Thread(target=compute, args=(timeline, 20))
+        worker.start()
+        worker.join()
+    held = timeline.recorder.snapshot()
+    names = held.work_names.tolist()
+    products = held.work[[name == "aten::mm" for name in names]]
+    assert len(products) == 20 and profile.num_kernels == len(names)
+    assert not any(name.startswith("interactive_infer") for name in names)
+    inside = (held.steps["start"][:, None] <= products["start"]) & (products["end"] <= held.steps["end"][:, None])
+    assert inside.any(axis=0).sum() >= 18, "the profiler's clock is placed to within microseconds"
+    summary = timeline.summary(window=profile.window)
+    assert summary.source == KERNELS and summary.profiled is not None
+    assert summary.busy == pytest.approx(summary.profiled.busy)
+    assert 0 < summary.profiled.busy <= summary.profiled.busy_by_steps + 0.02
+    assert "by kernels" in str(summary)
+    assert timeline.summary().profiled is not None
+
+
+async def test_it_ends_with_the_steps_that_were_asked_for() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    stop = threading.Event()
+    async with timeline.profile(steps=5) as profile:
+        worker = threading.Thread(target=compute, args=(timeline, 10**9, stop))
+        worker.start()
+        while not profile.done:
+            await asyncio.sleep(0.005)
+    stop.set()
+    worker.join()
+    assert profile.window is not None and timeline.recorder.num_steps_after(profile.window[0]) >= 5
+    assert profile.num_kernels >= 5
+
+
+async def test_a_block_that_ends_earlier_ends_it() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    async with timeline.profile(steps=5) as profile:
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    assert profile.window is not None and profile.num_kernels >= 1
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "50"])
+def test_bad_steps(steps: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="steps"):
+        Profile(Recorder(), steps)
+
+
+def test_kernels_that_fell_out_of_the_ring_shorten_the_profiled_window() -> None:
+    recorder = Recorder(work=4)
+    for at in range(10):
+        recorder.work(10 * at, 10 * at + 5, "k", kind=Work.KERNEL)
+    recorder.profiled(0, 100)
+    assert recorder.snapshot().profiled.tolist() == [[65, 100]]
+
+
+def test_no_kernel_no_operator() -> None:
+    rows, names = kernels_of({"traceEvents": []})
+    assert len(rows) == len(names) == 0
