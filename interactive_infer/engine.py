@@ -187,6 +187,10 @@ class Engine:
                 import interactive_infer.notebook.widgets.token_view  # noqa: F401
 
         parts = assemble(model, tokenizer=tokenizer, device=device, dtype=dtype, progress=report, options=options)
+        if "ipykernel" in sys.modules:
+            from interactive_infer.notebook.cells import record_cells
+
+            record_cells(parts.timeline.recorder)
         if freeze_gc and gc.get_freeze_count() == 0:
             gc.collect()
             gc.freeze()

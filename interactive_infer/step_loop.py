@@ -168,6 +168,7 @@ class StepLoop:
                 what()
             except Exception:
                 _log.exception("a request to engine %s failed: %r", self._name, what)
+        self._recorder.runnable(time.perf_counter_ns(), self._scheduler.num_runnable)
 
     def settle(self, flight: Flight, *, patience: float = 0.0) -> bool:
         """Commit a flight that has landed, unless somebody has. False: another turn is under way."""

@@ -20,10 +20,12 @@ PIECES = [
     "![](leak-4) **bold** `code` $\\sqrt{2}$ \\(x\\)",
     "&lt;b&gt; &amp;",
     "\x1b[31mred\x1b[0m \U0001f409 é 東京 \u202egnirts",
+    "NUL \0 and half \ud83d a character",
     "\n\n  two spaces\tand a tab",
 ]
 WORDS = [word for piece in PIECES for word in (piece[:5], piece[5:], "\n")]
-TEXT = "".join(WORDS)
+TEXT = "".join(WORDS).replace("\0", "\u2400").replace("\ud83d", "\ufffd")
+"""What is to be seen of it: HTML cannot hold NUL, and no message half a character."""
 
 START = f"""
 import asyncio, contextvars
@@ -70,8 +72,8 @@ async def nothing_ran(page: LabPage) -> None:
 
 
 async def live_text(page: LabPage, index: int) -> str:
-    """The text of a live view; each of its lines is an element of its own."""
-    lines = page.output(index).locator(".interactive-infer-token-view .lines > div")
+    """The text of a view; each of its lines is an element of its own."""
+    lines = page.output(index).locator(".token-view .line")
     return "\n".join(await lines.all_text_contents())
 
 
@@ -94,26 +96,32 @@ async def test_hostile_text_is_text(lab_page: OpenPage, expect: Any) -> None:
     await page.run_cells(start)
     await expect(page.output(start).locator(".lines")).to_contain_text("a tab")
     shown = await live_text(page, start)
-    assert shown == "".join(WORDS[:-1])
+    assert shown == TEXT[:-1]
     await nothing_ran(page)
     await page.show_cell(start)
     await page.screenshot("hostile-live")
-    live_look = await look(page, start, ".lines > div")
+    live_look = await look(page, start, ".line")
 
     await page.run_cells(end, fails)
-    await expect(page.output(start).locator("pre").first).to_be_attached()
-    assert await final_text(page, start) == TEXT
-    assert await final_text(page, fails) == TEXT
+    for index in (start, fails):  # the view has taken the place of the final text
+        await expect(page.output(index).locator(".token-view")).to_have_attribute("data-state", "finished")
+        assert await live_text(page, index) == TEXT
     await expect(page.output(fails)).to_contain_text(PIECES[2])  # the error's message
+    # All about a token: of a fake engine there are no probabilities, and why is said.
+    await page.output(start).locator(".line span").first.hover()
+    await expect(page.output(start).locator(".detail")).to_contain_text("no probabilities")
     await nothing_ran(page)
     await page.show_cell(fails)
     await page.screenshot("hostile-final")
-    assert await look(page, start, "pre") == live_look
 
     await page.save()
+    await page.shut_down()
     await page.reload()
-    assert await final_text(page, start) == TEXT
+    for index in (start, fails):
+        assert await final_text(page, index) == TEXT
+    assert await look(page, start, "pre") == live_look
     await nothing_ran(page)
+    await page.screenshot("hostile-saved")
 
     await page.run_cells(control)
     await page.page.wait_for_function("() => window.ran === 0")
@@ -128,7 +136,7 @@ async def test_a_page_reloaded_while_text_is_written_shows_all_of_it(lab_page: O
     await page.save()
     await page.reload()
     await expect(page.output(start).locator(".lines")).to_contain_text("a tab")
-    assert await live_text(page, start) == "".join(WORDS[:-1])
+    assert await live_text(page, start) == TEXT[:-1]
     await page.run_cells(end)
     # The page no longer knows which display this was, so the view stays. It has the kernel's text as well.
     await expect(page.output(start).locator(".status")).to_contain_text("stop")
@@ -141,7 +149,7 @@ async def test_hostile_text_is_text_without_widgets(lab_page: OpenPage, expect: 
     _, start, end = range(3)
     await page.run_cells(0, start)
     await expect(page.output(start)).to_contain_text("a tab")
-    assert await page.output(start).locator(".interactive-infer-token-view").count() == 0
+    assert await page.output(start).locator(".token-view").count() == 0
     await nothing_ran(page)
     await page.run_cells(end)
     await expect(page.output(start)).to_contain_text("stop")

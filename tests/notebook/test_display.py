@@ -131,7 +131,7 @@ def test_many_views_share_what_the_notebook_server_lets_through() -> None:
         for writer in writers:
             writer.write()
         clock.advance(0.002)
-    assert sum(len(view.updates) for view in views) <= 2 * 300 * 1.1
+    assert sum(len(view.updates) for view in views) <= 2 * 200 * 1.1
     for writer in writers:
         writer.finish()
     assert Follower.open_views == before

@@ -36,6 +36,8 @@ class ParameterForm {
       const event = input.type === "range" || input.type === "checkbox" ? "input" : "change";
       input.addEventListener("input", () => { this.touched[name] = Date.now(); });
       input.addEventListener(event, () => this.changed(name, input));
+      if (input.tagName === "INPUT")
+        input.addEventListener("keydown", ({ key }) => key === "Enter" && this.changed(name, input));
     }
     this.inputs[name] = inputs;
     this.node.append(label, ...inputs);

@@ -151,7 +151,7 @@ export default () => {
     for (const key of message.streams)
       streams.set(key, new TokenStream((content) => model.send({ ...content, stream: key })));
     run = message.opened;
-    running = true;
+    running = message.running;
     chosen = saved = null;
     chatting = "chat" in message;
     conversation = chatting ? message.chat : [];
@@ -164,6 +164,7 @@ export default () => {
       board.show();
       board.drawAnswers();
     }
+    for (const stream of streams.values()) stream.ask();
   }
   function hear(message) {
     if ("stream" in message) streams.get(message.stream)?.receive(message);
@@ -194,6 +195,7 @@ export default () => {
       const remember = () => { for (const board of boards) board.showHistory(); };
       model.on("msg:custom", hear);
       model.on("change:history", remember);
+      model.send({ hello: true });
       const leave = hydrate(model.get("mark"), makeRoot);
       return () => {
         leave();

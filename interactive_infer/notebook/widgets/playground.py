@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from interactive_infer.notebook.hostile import markup, sound
 from interactive_infer.notebook.widgets.form import FIELDS, arguments, form_values, parsed
 from interactive_infer.notebook.widgets.panel import Message, Panel, source
 from interactive_infer.notebook.widgets.stream import Stream
+from interactive_infer.prompts import whole_number
 from interactive_infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class Playground(Panel):
     """Runs prompts on an engine, which it does not keep.
 
     From the front end, beside what belongs to a `Stream` (`{"stream": key, …}`): `{"run": {"prompt" or "chat": …,
-    "params": {…}, "samples": n}}`, `{"stop": true}`, `{"open": run}`, `{"code": run}`.
-    To it: `{"opened": run, "streams": […], "prompt" or "chat": …, "params": {…}}`, `{"code": text}`, `{"busy": bool}`,
-    `{"refused": name, "problem": …}`; and what a stream sends, with its key.
+    "params": {…}, "samples": n}}`, `{"stop": true}`, `{"open": run}`, `{"code": run}`, `{"hello": true}`.
+    To it: `{"opened": run, "streams": […], "prompt" or "chat": …, "params": {…}, "running": …}`, `{"settled": run}`,
+    `{"code": text}`, `{"refused": name, "problem": …}`; and what a stream sends, with its key.
     """
 
     _esm = source("panel.js", "stream.js", "form.js", "playground.js")
@@ -83,41 +84,29 @@ class Playground(Panel):
         """Those that are kept, the last at the end. The generations of a run are there to be used."""
         self._streams: dict[str, Stream] = {}
         self._number = 0
+        self._opened: Run | None = None
+        self._has_front_end = False
 
-    def hear(self, message: Message) -> None:
-        match message:
-            case {"stream": str(key)} if key in self._streams:
-                self._streams[key].hear(message)
-            case {"run": dict(asked)}:
-                try:
-                    self._run(asked)
-                except InvalidRequestError as error:
-                    self.tell({"refused": error.argument, "problem": sound(str(error))})
-            case {"stop": True}:
-                for run in self.runs:
-                    for generation in run.generations:
-                        generation.cancel()
-            case {"open": int(number)} if opened := self._find(number):
-                self._open(opened)
-            case {"code": int(number)} if coded := self._find(number):
-                self.tell({"code": sound(coded.code)})
+    def run(
+        self,
+        prompt: str | None = None,
+        *,
+        chat: Sequence[Mapping[str, str]] | None = None,
+        samples: int = 1,
+        **sampling: Any,
+    ) -> Run:
+        """What the Run button does, with a prompt or a conversation; on the loop. Returns at once.
 
-    def _find(self, number: int) -> Run | None:
-        return next((run for run in self.runs if run.number == number), None)
-
-    def _run(self, asked: dict[str, Any]) -> None:
+        Without a `seed` one is drawn, and is in the run's `params`. Raises what `Engine.generate` raises.
+        """
         engine = self._engine()
         if engine is None:
             raise EngineClosedError("the engine of this playground is gone; load it again with Engine.load")
-        samples = asked.get("samples")
-        if not isinstance(samples, int) or not 1 <= samples <= _MOST_SAMPLES:
+        if whole_number(samples) is None or not 1 <= samples <= _MOST_SAMPLES:
             raise InvalidRequestError("samples", samples, f"must be a whole number, 1 to {_MOST_SAMPLES}")
-        params = SamplingParams(n=samples)
-        for name, value in asked.get("params", {}).items():
-            params = params.replace(**parsed(name, value))
+        params = SamplingParams(n=samples).replace(**sampling)
         if params.seed is None:  # drawn here, so that the code draws the same
             params = params.replace(seed=secrets.randbelow(_SEEDS))
-        prompt, chat = asked.get("prompt"), asked.get("chat")
         if chat is not None:
             made = engine.chat(chat, params)
         elif isinstance(prompt, str):
@@ -131,21 +120,60 @@ class Playground(Panel):
         self.runs = [*self.runs, run][-_RUNS_KEPT:]
         self.history = [self._entry(one) for one in self.runs]
         self._open(run)
+        return run
+
+    def hear(self, message: Message) -> None:
+        self._has_front_end = True
+        match message:
+            case {"stream": str(key)} if key in self._streams:
+                self._streams[key].hear(message)
+            case {"run": dict(asked)}:
+                try:
+                    sampling: dict[str, Any] = {}
+                    for name, value in asked.get("params", {}).items():
+                        sampling |= parsed(name, value)
+                    self.run(asked.get("prompt"), chat=asked.get("chat"), samples=asked.get("samples", 1), **sampling)
+                except InvalidRequestError as error:
+                    self.tell({"refused": error.argument, "problem": sound(str(error))})
+            case {"stop": True}:
+                for run in self.runs:
+                    for generation in run.generations:
+                        generation.cancel()
+            case {"open": int(number)} if opened := self._find(number):
+                self._open(opened)
+            case {"code": int(number)} if coded := self._find(number):
+                self.tell({"code": sound(coded.code)})
+            case {"hello": True} if self._opened is not None:
+                self._tell_opened(self._opened)
+
+    def _find(self, number: int) -> Run | None:
+        return next((run for run in self.runs if run.number == number), None)
 
     def _open(self, run: Run) -> None:
         """Show a run, the one at hand or one of before, in the place of what is shown."""
         for stream in self._streams.values():
             stream.stop()
-        keys = [f"{run.number}.{place}" for place in range(len(run.generations))]
-        self._streams = {}
-        for key, generation in zip(keys, run.generations, strict=True):
+        self._opened, self._streams = run, {}
+        for place, generation in enumerate(run.generations):
+            key = f"{run.number}.{place}"
             send, ended = partial(self._tell_of, key), partial(self._ended, run)
             self._streams[key] = Stream(generation, send, self.spawn, ended)
-        asked: Message = {"prompt": sound(run.prompt)} if run.prompt is not None else {"chat": _sound_chat(run.chat)}
-        values = {**form_values(run.params), "seed": str(run.params.seed)}
-        self.tell({"opened": run.number, "streams": keys, "params": values, **asked})
+        self._tell_opened(run)
         for stream in self._streams.values():
             stream.start()
+
+    def _tell_opened(self, run: Run) -> None:
+        asked: Message = {"prompt": sound(run.prompt)} if run.prompt is not None else {"chat": _sound_chat(run.chat)}
+        settled = all(one.finish_reason is not None for one in run.generations)
+        self.tell(
+            {
+                "opened": run.number,
+                "streams": list(self._streams),
+                "params": form_values(run.params),
+                "running": not settled,
+                **asked,
+            }
+        )
 
     def _tell_of(self, key: str, message: Message) -> None:
         self.tell({**message, "stream": key})
@@ -153,6 +181,8 @@ class Playground(Panel):
     def _ended(self, run: Run) -> None:
         if all(one.finish_reason is not None for one in run.generations):
             self.tell({"settled": run.number})
+            if not self._has_front_end:  # which asks for it when nobody is at it
+                self.renew()
 
     def _entry(self, run: Run) -> Message:
         return {

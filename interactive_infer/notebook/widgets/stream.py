@@ -12,7 +12,7 @@ from interactive_infer.notebook.widgets.panel import Message
 if TYPE_CHECKING:
     from interactive_infer.generation import Generation, Token
 
-TOKENS_A_MESSAGE = 1_000
+_TOKENS_A_MESSAGE = 1_000
 _ALTERNATIVES = 5
 _VERBS = ("pause", "resume", "cancel", "continue")
 
@@ -86,7 +86,7 @@ class Stream:
 
     def batch(self, start: int) -> Message:
         """What was published from token `start` on, as much of it as goes into one message."""
-        stop = min(start + TOKENS_A_MESSAGE, self._num_sent)
+        stop = min(start + _TOKENS_A_MESSAGE, self._num_sent)
         output = self.generation._output
         message: Message = {
             "run": self._run,
@@ -98,8 +98,9 @@ class Stream:
             "status": sound(status(self.generation)),
             "state": self.generation.state,
         }
-        logprobs = [self._logprob(index) for index in range(start, stop)]
-        return message | {"logprobs": logprobs} if any(value is not None for value in logprobs) else message
+        if output.logprobs or self._scored:
+            message["logprobs"] = [self._logprob(index) for index in range(start, stop)]
+        return message
 
     def _publish(self, update: Update) -> None:
         self._num_sent += len(update.pieces)
@@ -171,8 +172,8 @@ class Stream:
 
     def _send_known_logprobs(self, count: int) -> None:
         count = min(count, self._num_sent)
-        for start in range(0, count, TOKENS_A_MESSAGE):
-            logprobs = [self._logprob(index) for index in range(start, min(start + TOKENS_A_MESSAGE, count))]
+        for start in range(0, count, _TOKENS_A_MESSAGE):
+            logprobs = [self._logprob(index) for index in range(start, min(start + _TOKENS_A_MESSAGE, count))]
             self._send({"run": self._run, "count": self._num_sent, "from": start, "logprobs": logprobs})
 
     def _score(self) -> None:

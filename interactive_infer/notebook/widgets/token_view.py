@@ -9,18 +9,19 @@ import traitlets
 
 from interactive_infer.notebook.display import bundle, loop_of
 from interactive_infer.notebook.widgets.panel import Message, Panel, source
-from interactive_infer.notebook.widgets.stream import TOKENS_A_MESSAGE, Stream
+from interactive_infer.notebook.widgets.stream import Stream
 
 if TYPE_CHECKING:
     from interactive_infer.generation import Generation
 
+_SNAPSHOTS_UP_TO = 256
 _FINISHED_KEPT = 100
 
 
 class TokenView(Panel):
     """Shows a text that grows, and steers its generation. The messages are `Stream`'s.
 
-    Each time the number of tokens has doubled, up to 1,000, all of them go out as the synced trait `snapshot` too: that
+    Each time the number of tokens has doubled, up to 256, all of them go out as the synced trait `snapshot` too: that
     costs twice the text in all, shows a view that comes late what was before it, and heals an early loss where the
     kernel cannot answer (ipykernel 6 while a cell runs).
 
@@ -59,7 +60,7 @@ class TokenView(Panel):
 
     def tell(self, message: Message) -> None:
         count = message.get("count", 0)
-        if 2 * self._in_snapshot <= count <= TOKENS_A_MESSAGE and "tokens" in message and count:
+        if 2 * self._in_snapshot <= count <= _SNAPSHOTS_UP_TO and "tokens" in message and count:
             self._in_snapshot = count
             self.snapshot = message if message["from"] == 0 else self.stream.batch(0)
         else:

@@ -95,6 +95,20 @@ async def test_a_run_of_before_is_opened_again(engine: Engine, wire: Callable[..
     assert ui.sent[-1]["stream"] == "1.0" and ui.sent[-1]["state"] == "finished"
 
 
+async def test_a_front_end_that_comes_late_is_told_what_is_shown(engine: Engine, wire: Callable[..., Any]) -> None:
+    ui = wire(engine.playground())
+    run = ui.panel.run("one", samples=2, max_tokens=3)
+    await settled(ui, 1)
+    assert ui.renewed == 1, "without a front end nobody else would"
+    ui.sent.clear()
+    ui.say(hello=True)
+    await ui.until(lambda: ui.of("opened"))
+    assert ui.of("opened")[0]["streams"] == ["1.0", "1.1"] and not ui.of("opened")[0]["running"]
+    ui.say(stream="1.1", resend=0)
+    await ui.until(lambda: ui.of("stream"))
+    assert "".join(ui.of("stream")[0]["tokens"]) == run.generations[1].text
+
+
 @pytest.mark.parametrize(
     ("asked", "argument"),
     [
@@ -102,9 +116,10 @@ async def test_a_run_of_before_is_opened_again(engine: Engine, wire: Callable[..
         ({"prompt": None, "samples": 1}, "prompt"),
         ({"prompt": "a", "samples": 0}, "samples"),
         ({"prompt": "a", "samples": 17}, "samples"),
-        ({"prompt": "a"}, "samples"),
+        ({"prompt": "a", "samples": "2"}, "samples"),
         ({"prompt": "a", "samples": 1, "params": {"temperature": -1}}, "temperature"),
         ({"prompt": "a", "samples": 1, "params": {"n": 5}}, "name"),
+        ({"samples": 1}, "prompt"),
         ({"chat": [], "samples": 1}, "messages"),
         ({"chat": "hello", "samples": 1}, "messages"),
         ({"prompt": "a\ud800", "samples": 1}, "prompt"),
