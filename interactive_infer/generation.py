@@ -476,7 +476,10 @@ class Generation:
         return self
 
     def controls(self) -> Controls:
-        """Sliders and fields for its sampling parameters, as a widget. MissingPackageError without the [notebook] extra."""
+        """Sliders and fields for its sampling parameters, as a widget.
+
+        MissingPackageError without the [notebook] extra.
+        """
         from interactive_infer.notebook.made import controls
 
         return controls(self)

@@ -31,8 +31,8 @@ _PRE = (
     "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; margin: 0;"
     " line-height: 1.4; font-size: var(--jp-code-font-size, inherit)"
 )
-# Of all views together: a message takes the loop up to 0.25 ms, and Jupyter's server drops what a kernel publishes beyond
-# 1,000 messages a second; other things publish too.
+# Of all views together: a message takes the loop up to 0.25 ms, and Jupyter's server drops what a kernel publishes
+# beyond 1,000 messages a second; other things publish too.
 _MESSAGES_PER_SECOND = 200.0
 # A timer that is later than this does not fire because nobody runs the loop: `generate_sync` drives.
 _LATE_S = 0.01

@@ -121,8 +121,15 @@ class LiveComms:
                 to_main.send_multipart(frames, copy=False)
                 return True
 
+            def on_channel_thread() -> None:
+                _wrap(kernel.shell_stream, reroute)
+                if getattr(channel.manager, "_shell_socket", None) is kernel.shell_stream.socket:
+                    # 7.0 to 7.3 send replies past the stream, which then may never hear of a message that came in just
+                    # then, nor of any after it: no cell and no click. The remedy is 7.4's.
+                    channel.manager._shell_socket = kernel.shell_stream
+
             _wrap(main, self._take)
-            channel.io_loop.add_callback(_wrap, kernel.shell_stream, reroute)
+            channel.io_loop.add_callback(on_channel_thread)
         except Exception as error:
             self._step_back(error)
 

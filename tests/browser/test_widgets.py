@@ -47,15 +47,16 @@ async def test_buttons_act_while_a_cell_awaits(key: str | None, lab_page: OpenPa
     await state(page, 1, expect, "running")
     await press(page, 1, "Pause", key)
     await state(page, 1, expect, "paused")
-    before = await page.output(1).locator(".lines").text_content()
+    await asyncio.sleep(1)  # what was in flight still comes
+    before = await page.output(1).locator(".lines").text_content() or ""
     assert await page.evaluate("return cell(2).model.executionState") == "running"
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1)
     assert await page.output(1).locator(".lines").text_content() == before
     if key is not None:
         assert await page.page.evaluate("document.activeElement.textContent") == "Pause", "the focus stays"
     await press(page, 1, "Resume", key)
     await page.page.wait_for_function(
-        "(length) => document.querySelector('.token-view .lines').textContent.length > length + 3", arg=len(before or "")
+        "(length) => document.querySelector('.token-view .lines').textContent.length > length + 3", arg=len(before)
     )
     await press(page, 1, "Cancel", key)
     await state(page, 1, expect, "finished")
@@ -98,6 +99,36 @@ async def test_a_token_explains_itself_by_mouse_and_by_keyboard(lab_page: OpenPa
     await page.screenshot("token-shade")
     await page.dark()
     await page.screenshot("token-shade-dark")
+
+
+async def test_a_view_that_nobody_sees_is_sent_nothing(lab_page: OpenPage, expect: Any) -> None:
+    count = "from interactive_infer.notebook.display import Follower\nprint(Follower.open_views)"
+    page = await lab_page([LOAD, START, count, "gen.cancel()"])
+
+    async def open_views() -> str:
+        await page.run_cells(2)
+        return (await page.printed(2)).strip()
+
+    async def until(number: str) -> None:
+        async with asyncio.timeout(60):
+            while await open_views() != number:
+                await asyncio.sleep(0.2)
+
+    await page.run_cells(0, 1)
+    await until("1")
+    view = page.output(1).locator(".token-view")
+    await view.evaluate("(node) => { node.style.display = 'none'; }")
+    await until("0")
+    before = await view.locator(".lines").text_content() or ""
+    await asyncio.sleep(1)
+    assert await view.locator(".lines").text_content() == before
+    await view.evaluate("(node) => { node.style.display = ''; }")
+    await until("1")
+    await page.page.wait_for_function(
+        "(length) => document.querySelector('.token-view .lines').textContent.length > length", arg=len(before)
+    )
+    await page.run_cells(3)
+    await state(page, 1, expect, "finished")
 
 
 async def test_a_slider_steers_a_text_while_a_cell_awaits_and_follows_an_update(

@@ -243,7 +243,7 @@ class TestBadFiles:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else real(name))
         with pytest.raises(ModelLoadError) as caught:
             load_model(path)
-        assert 'pip install gguf accelerate' in str(caught.value)
+        assert "pip install gguf accelerate" in str(caught.value)
         assert all(name in str(caught.value) for name in absent)
 
     def test_cache_that_cannot_be_made(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ class Kernel:
         self.manager.start_kernel(env=_environment(IPYTHONDIR=str(folder / "ipython"), **spec["env"]))
         self.client = self.manager.blocking_client()
         self.heard: list[dict[str, Any]] = []
+        self._others: list[Any] = []
         try:
             self.client.start_channels()
             self.client.wait_for_ready(timeout=PATIENCE)
@@ -75,6 +76,8 @@ class Kernel:
             raise
 
     def close(self) -> None:
+        for socket in self._others:
+            socket.close()
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
@@ -137,9 +140,9 @@ class Kernel:
                 self._nudge()
 
     def _nudge(self) -> None:
-        """ipykernel 7.0 to 7.3 leave a request that arrives just as they send a reply until the next one comes."""
+        """ipykernel 7.0 to 7.3 may become deaf to a front end while they send a reply, until another one connects."""
         if (7, 0) <= tuple(map(int, self.version.split(".")))[:2] < (7, 4):
-            self.client.kernel_info()
+            self._others.append(self.manager.connect_shell())
 
     def finish(self, *requests: str) -> None:
         """Hear messages until the requests are worked off (their idle status has come)."""

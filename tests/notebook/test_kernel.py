@@ -267,6 +267,17 @@ def test_a_closed_widget_is_forgotten(kernel: Kernel, fresh: SimpleNamespace) ->
     assert kernel.value("(extra.close(), globals().pop('extra'), gc.collect(), kept - len(hooks._comms))[-1]") == 1
 
 
+@pytest.mark.notebook
+def test_no_request_is_left_lying(kernel: Kernel, fresh: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ipykernel 7.0 to 7.3 without the hooks go deaf after some hundred requests."""
+    monkeypatch.setattr(kernel, "_nudge", lambda: None)
+    requests = [kernel.start("1") for _ in range(200)]
+    kernel.finish(*requests)
+    for value in range(1, 400):
+        kernel.heard.clear()
+        kernel.finish(kernel.set(fresh.slider, value=value) if value % 2 else kernel.start("1"))
+
+
 # -- without a kernel --------------------------------------------------------------------------------------------------
 
 

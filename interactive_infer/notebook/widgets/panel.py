@@ -38,6 +38,7 @@ class Panel(anywidget.AnyWidget):
 
     - Messages from the front end arrive on any thread. Each is handed to `loop`, where `hear` is called with it (None
       or a closed loop: where it arrives).
+    - `{"visible": false}` is heard only where `{"visible": true}` would be while a cell awaits.
     - What `hear`, or a task of `spawn`, raises is shown in the widget.
     """
 
@@ -52,6 +53,12 @@ class Panel(anywidget.AnyWidget):
         kernel.keep_live(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_msg(self._arrived)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether messages are heard while a cell awaits."""
+        live = kernel._live()
+        return live is not None and live._state == "installed" and live._which != "off"
 
     def hear(self, message: Message) -> None:
         """A message from the front end, on the loop."""
@@ -138,6 +145,8 @@ class Panel(anywidget.AnyWidget):
         try:
             if content.get("renew") is True:
                 self.renew()
+            elif content.get("visible") is False and not self.answers_at_once:
+                pass
             else:
                 self.hear(content)
         except Exception as error:

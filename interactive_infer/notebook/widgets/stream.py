@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -168,13 +169,16 @@ class Stream:
             self._wants_all = True
             self._score()
         else:
-            self._send_known_logprobs(self._num_sent)
+            self._spawn(self._send_known_logprobs(self._num_sent))
 
-    def _send_known_logprobs(self, count: int) -> None:
-        count = min(count, self._num_sent)
+    async def _send_known_logprobs(self, count: int) -> None:
+        count, run = min(count, self._num_sent), self._run
         for start in range(0, count, _TOKENS_A_MESSAGE):
             logprobs = [self._logprob(index) for index in range(start, min(start + _TOKENS_A_MESSAGE, count))]
-            self._send({"run": self._run, "count": self._num_sent, "from": start, "logprobs": logprobs})
+            self._send({"run": run, "count": self._num_sent, "from": start, "logprobs": logprobs})
+            await asyncio.sleep(0)
+            if run != self._run:
+                return
 
     def _score(self) -> None:
         if not self._scoring:
@@ -195,16 +199,18 @@ class Stream:
                         raise
                     continue
                 if generation is not self.generation:
-                    return  # it was continued meanwhile: who still wants to know asks again
+                    break  # it was continued meanwhile
                 self._scored = scored
                 self._give_up({index for index in wanted if index >= len(scored)}, "its prompt is not known yet")
                 for index in sorted(wanted):
                     if index < len(scored):
                         self._explain(index)
                 if all_wanted:
-                    self._send_known_logprobs(len(scored))
+                    await self._send_known_logprobs(len(scored))
         finally:
             self._scoring = False
+            if self._wanted or self._wants_all:  # of the text that goes on
+                self._score()
 
     def _give_up(self, wanted: set[int], why: str) -> None:
         for index in sorted(wanted):

@@ -12,6 +12,12 @@ from interactive_infer.notebook.widgets.panel import Panel
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
+@pytest.fixture(autouse=True)
+def live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a kernel that hears messages while a cell awaits."""
+    monkeypatch.setattr(Panel, "answers_at_once", True)
+
+
 @pytest_asyncio.fixture
 async def engine() -> AsyncIterator[Engine]:
     async with await Engine.load(tiny_model("llama"), tokenizer=tiny_tokenizer(), progress=False) as engine:

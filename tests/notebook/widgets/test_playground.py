@@ -17,9 +17,7 @@ def texts(ui: Any, number: int) -> list[str]:
     """What a front end has of a run's samples."""
     return [
         "".join(
-            "".join(message["tokens"])
-            for message in ui.sent
-            if message.get("stream") == key and "tokens" in message
+            "".join(message["tokens"]) for message in ui.sent if message.get("stream") == key and "tokens" in message
         )
         for key in next(message["streams"] for message in ui.of("opened") if message["opened"] == number)
     ]

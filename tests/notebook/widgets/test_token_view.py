@@ -227,6 +227,16 @@ def test_a_hidden_view_is_sent_nothing_until_it_is_seen_again(monkeypatch: pytes
     assert len(front_end.tokens) == 60
 
 
+def test_a_kernel_that_would_not_hear_that_it_is_seen_again_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenView, "answers_at_once", False)
+    writer = Writer(["a "] * 60)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"visible": False})
+    write_all(writer, front_end.clock, ["a "] * 60)
+    front_end.clock.advance(1)
+    assert len(front_end.tokens) == 60
+
+
 # -- probabilities -----------------------------------------------------------------------------------------------------
 
 

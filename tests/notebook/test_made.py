@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from interactive_infer.errors import MissingPackageError
+from interactive_infer.notebook import made
+from interactive_infer.notebook.display import Follower
+from interactive_infer.notebook.widgets.token_view import TokenView
+from tests.notebook.fakes import Writer
+
+
+@pytest.mark.parametrize("package", ["anywidget", "traitlets"])
+@pytest.mark.parametrize("make", [made.controls, made.monitor, made.playground])
+def test_without_its_packages_a_widget_says_how_to_get_them(
+    make: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("interactive_infer.notebook.widgets.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"{package}, which is not installed.*\[notebook\]"):
+        make(None)
+
+
+def test_the_output_holds_no_widget_but_in_colab(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a"])
+    writer.write()
+    writer.finish()
+    view = TokenView(writer.generation)
+    assert set(view.bundle()) == {"text/plain", "text/html"}
+    assert view.mark in view.bundle()["text/html"]
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    assert "application/vnd.jupyter.widget-view+json" in view.bundle()
+
+
+def test_old_views_of_ended_texts_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("interactive_infer.notebook.widgets.token_view._FINISHED_KEPT", 3)
+    TokenView._finished.clear()
+    views = []
+    for _ in range(5):
+        writer = Writer(["a"])
+        writer.write()
+        writer.finish()
+        views.append(TokenView(writer.generation))
+        views[-1].stream.start()
+    assert [view.comm is None for view in views] == [True, True, False, False, False]
+    assert not [one for view in views for one in view.stream.generation._output.listeners if isinstance(one, Follower)]
