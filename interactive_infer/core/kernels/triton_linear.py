@@ -61,7 +61,7 @@ def plan(tokens: int, out_features: int, in_features: int, device: torch.device)
 
 
 def _vectors(tokens: int, out_features: int, in_features: int, device: torch.device) -> Plan | None:
-    """For one token nearly always; for two to four where the rows are too few to keep a matrix kernel's programs busy."""
+    """For one token nearly always; for two to four where rows are too few to keep a matrix kernel busy."""
     fill = multiprocessors(device)
     if tokens > 1:
         return Plan(4, 1024, 4, 1, vectors=True) if tokens <= _MAX_VECTORS and out_features < 12 * fill else None
