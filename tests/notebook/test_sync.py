@@ -66,6 +66,19 @@ def test_cells_and_clicks_that_come_meanwhile_are_not_lost(ready: Kernel) -> Non
 
 
 @pytest.mark.notebook
+def test_a_live_control_answers_meanwhile(ready: Kernel) -> None:
+    ready.run("from interactive_infer import keep_live\nkeep_live(button)\nclicks.clear()")
+    model_id = ready.value("button.model_id")
+    cell = ready.start(
+        "async def clicked():\n    print('nested', flush=True)\n    while not clicks: await asyncio.sleep(0.01)\n"
+        "run_sync(clicked())"
+    )
+    ready.await_print(cell, "nested")
+    ready.finish(ready.click(model_id), cell)
+    assert not ready.errors(cell)
+
+
+@pytest.mark.notebook
 def test_an_interrupt_cancels_it_and_no_other_task(ready: Kernel) -> None:
     ready.run(
         "async def forever():\n    while True: await asyncio.sleep(0.01)\n"
