@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from tests.browser.conftest import OpenPage
@@ -52,6 +53,15 @@ async def count(page: LabPage) -> tuple[int, int]:
     return int(messages), int(first)
 
 
+async def blue_beyond(count: int, canvas: Any) -> int:
+    """Wait for more decode steps on the canvas than `count` pixels."""
+    for _ in range(150):
+        if (now := await canvas.evaluate(BLUE)) > count:
+            return int(now)
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"no more than {count} pixels of decode steps were drawn")
+
+
 async def test_it_scrolls_what_the_kernel_records(lab_page: OpenPage, expect: Any) -> None:
     page = await lab_page([START, COUNT, END])
     await page.run_cells(0)
@@ -61,9 +71,8 @@ async def test_it_scrolls_what_the_kernel_records(lab_page: OpenPage, expect: An
     assert await output.locator(".interactive-infer-timeline-view b").count() == 0
     canvas = output.locator("canvas")
     await page.page.wait_for_function("(text) => /busy [1-9]/.test(text.textContent)", arg=await said.element_handle())
-    few = await canvas.evaluate(BLUE)
-    await page.page.wait_for_timeout(1_000)
-    assert await canvas.evaluate(BLUE) > few > 0, "more has come since"
+    few = await blue_beyond(0, canvas)
+    await blue_beyond(few, canvas)
     await page.screenshot("timeline-view")
     before = await count(page)
     await page.page.wait_for_timeout(1_500)
