@@ -51,9 +51,14 @@ def main() -> None:
                 taken[name].append(took)
     if not args.quick:
         with tempfile.TemporaryDirectory() as cache:
-            taken["first load of the default model"] = [seconds("import interactive_infer", LOAD, cache)]
+            taken["first load of the default model"] = [
+                seconds("import torch, transformers, interactive_infer", LOAD, cache)
+            ]
             taken["second load, in a new process"] = [
-                seconds("import interactive_infer", LOAD, cache) for _ in range(min(repeats, 3))
+                seconds("import torch, transformers, interactive_infer", LOAD, cache) for _ in range(min(repeats, 3))
+            ]
+            taken["second load and all imports, in a new process"] = [
+                seconds("", f"import interactive_infer\n{LOAD}", cache) for _ in range(min(repeats, 3))
             ]
             both = f"{LOAD}\nimport gc, time\nengine.close_sync()"
             taken["second load, in the same process"] = [seconds(f"import interactive_infer\n{both}", LOAD, cache)]
