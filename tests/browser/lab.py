@@ -160,6 +160,7 @@ class LabPage:
     async def open(self) -> None:
         await self.page.goto(self.lab.address(self.name))
         await self._ready()
+        await self._theme("Light")  # the server keeps what an earlier page chose
 
     async def reload(self) -> None:
         await self.page.reload()
@@ -252,9 +253,16 @@ class LabPage:
 
     async def dark(self) -> None:
         """Switch to JupyterLab's dark theme."""
+        await self._theme("Dark")
+
+    async def _theme(self, name: str) -> None:
+        light = str(name == "Light").lower()
+        if await self.page.evaluate("document.body.dataset.jpThemeLight") == light:
+            return
         await self.evaluate(
-            'await window.jupyterapp.commands.execute("apputils:change-theme", { theme: "JupyterLab Dark" })'
+            'await window.jupyterapp.commands.execute("apputils:change-theme", { theme: `JupyterLab ${arg}` })', name
         )
         await self.page.wait_for_function(
-            "() => document.body.dataset.jpThemeLight === 'false' && !document.getElementById('jupyterlab-splash')"
+            "(light) => document.body.dataset.jpThemeLight === light && !document.getElementById('jupyterlab-splash')",
+            arg=light,
         )
