@@ -21,10 +21,11 @@ from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.loader import LoadedModel, load_model
 from interactive_infer.core.packing import forget_packed, pack_linears
 from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
+from interactive_infer.core.pools import LayerShape
 from interactive_infer.core.rope import fix_rope
 from interactive_infer.core.runner import Runner
 from interactive_infer.core.scheduler import Scheduler
-from interactive_infer.core.step import LayerShape, StepRunner
+from interactive_infer.core.step import StepRunner
 from interactive_infer.errors import InvalidRequestError, UnsupportedModelError
 from interactive_infer.info import EngineInfo
 from interactive_infer.options import EngineOptions

@@ -24,12 +24,13 @@ from interactive_infer.core.graphs import Graphs, Shape, Shapes
 from interactive_infer.core.kernels import triton_linear, triton_ops
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
+from interactive_infer.core.pools import KVPools, LayerShape
 from interactive_infer.core.sampler_triton import TritonSampler
 from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs, padding
 from interactive_infer.core.sampling_table import SamplingTable
 from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
-from interactive_infer.core.step import LayerShape, StepResult, below_min_tokens, keep_table
+from interactive_infer.core.step import StepResult, below_min_tokens, keep_table, layers_in_words
 from interactive_infer.sampling import MAX_LOGPROBS
 from interactive_infer.timeline.recorder import Phase, Recorder
 from interactive_infer.waiting import Completion
@@ -130,11 +131,7 @@ class GraphRunner:
         self.decoder = decoder
         self._own_forward = OwnForward(model, layers)
         card = device.torch_device
-        sizes = [(num_pages + 1, page_size, shape.kv_heads, shape.head_dim) for shape in shapes]
-        self._pools = [
-            (torch.zeros(size, dtype=model.dtype, device=card), torch.zeros(size, dtype=model.dtype, device=card))
-            for size in sizes
-        ]
+        self._pools = KVPools(shapes, num_pages, page_size, model.dtype, card)
         self._tables = PageTables(max_batch_size, -(-max_length // page_size))
         self._page_table = torch.zeros((max_batch_size + 1, self._tables.width), dtype=torch.int32, device=card)
         self._last_token = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=card)
@@ -163,7 +160,7 @@ class GraphRunner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the key and value pools."""
-        return sum(k.nbytes + v.nbytes for k, v in self._pools)
+        return self._pools.nbytes
 
     @property
     def attention(self) -> str:
@@ -172,8 +169,7 @@ class GraphRunner:
 
     def layers(self) -> str:
         """How layers are run, in words."""
-        reason = self.decoder if isinstance(self.decoder, str) else self.decoder.change()
-        return "fused" if reason is None else f"the model's own, since {reason}"
+        return layers_in_words(self.decoder)
 
     @property
     def _watch(self) -> ModelWatch | FusedDecoder:
@@ -225,10 +221,7 @@ class GraphRunner:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
 
         def work() -> Callable[[], None]:
-            index = torch.tensor(pages, device=self._device.torch_device)
-            for keys, values in self._pools:
-                keys.index_fill_(0, index, 0)
-                values.index_fill_(0, index, 0)
+            self._pools.scrub(pages)
             return lambda: None
 
         self._device.submit(work)
@@ -317,11 +310,11 @@ class GraphRunner:
                     sinks=None,
                 )
 
-            hidden = self.decoder.hidden(input_ids, batch.positions, batch.write_to, self._pools, attend, _OPS)
+            hidden = self.decoder.hidden(input_ids, batch.positions, batch.write_to, self._pools.layers, attend, _OPS)
             return self.decoder.logits(hidden.index_select(0, logits_at), _OPS)
         step = PackedStep(
             self._layers,
-            self._pools,
+            self._pools.layers,
             partial(triton_ops.store, write_to=batch.write_to),
             partial(paged_attention, batch=batch),
         )
@@ -412,7 +405,8 @@ class GraphRunner:
         self._graphs.clear()
         del self.decoder, self._own_watch, self._own_forward, self._sampler, self._buffers
         del self._page_table, self._last_token, self._logits, self._inputs, self._sampling, self._drawn
-        self._pools, self._layers = [], {}
+        self._pools.free()
+        self._layers = {}
 
 
 def _read(host: np.ndarray, key: PackedKey, sampled: list[int], num_rows: int, graph: bool) -> StepResult:

@@ -13,12 +13,9 @@ from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import running
 
-Pools = list[tuple[Tensor, Tensor]]
-"""One key and one value pool a layer, each `[pages + 1, page_size, kv_heads, head_dim]`; page 0 is the null page."""
-
 
 class PackedStep:
-    """The attention of a running step: stores each layer's keys and values in its pool, then attends over pages.
+    """The attention of a running step: stores a layer's keys and values in its pool, then attends.
 
     `store(keys, values, key_pool, value_pool)` and `attention(query, key_pool, value_pool, **kwargs)` work on
     `[tokens, heads, head_dim]`.
@@ -27,7 +24,7 @@ class PackedStep:
     def __init__(
         self,
         layers: dict[nn.Module, int],
-        pools: Pools,
+        pools: list[tuple[Tensor, Tensor]],
         store: Callable[[Tensor, Tensor, Tensor, Tensor], None],
         attention: Callable[..., Tensor],
     ) -> None:

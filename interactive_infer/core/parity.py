@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import running, windows_up_to
 from interactive_infer.core.attention.sdpa import RowSpan
+from interactive_infer.core.pools import LayerShape
 from interactive_infer.core.rope import fixed_rope
-from interactive_infer.core.step import LayerShape, StepRunner
+from interactive_infer.core.step import StepRunner
 from interactive_infer.errors import UnsupportedModelError
 
 # A window must be shorter than the check's texts to be seen at all; longer ones are cut to this by the check.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,10 @@ from interactive_infer.core.device import Device
 from interactive_infer.core.kernels.torch_ops import StepOps, store
 from interactive_infer.core.kv_cache import NULL_PAGE
 from interactive_infer.core.own_forward import OwnForward, PackedStep
+from interactive_infer.core.pools import KVPools, LayerShape
 from interactive_infer.core.sampler import Sampled, Sampler, SamplingInputs, SamplingTable
 from interactive_infer.core.scheduler import Plan
-from interactive_infer.core.step import History, LayerShape, StepResult, below_min_tokens, keep_table
+from interactive_infer.core.step import History, StepResult, below_min_tokens, keep_table, layers_in_words
 from interactive_infer.waiting import Completion
 
 
@@ -69,11 +69,7 @@ class Runner:
         self._own_forward = OwnForward(model, layers)
         self._device = device
         torch_device = device.torch_device
-        # Zeros rather than uninitialized: masked positions still meet values, and 0 * NaN is NaN.
-        sizes = [(num_pages + 1, page_size, shape.kv_heads, shape.head_dim) for shape in shapes]
-        self._pools = [
-            (_zeros(size, model.dtype, torch_device), _zeros(size, model.dtype, torch_device)) for size in sizes
-        ]
+        self._pools = KVPools(shapes, num_pages, page_size, model.dtype, torch_device)
         self._last_token = torch.zeros(max_batch_size, dtype=torch.int64, device=torch_device)
         self._table = SamplingTable(max_batch_size, vocab_size)
         self._sampler = Sampler(vocab_size, max_batch_size, torch_device)
@@ -87,13 +83,12 @@ class Runner:
 
     def layers(self) -> str:
         """How layers are run, in words."""
-        reason = self.decoder if isinstance(self.decoder, str) else self.decoder.change()
-        return "fused" if reason is None else f"the model's own, since {reason}"
+        return layers_in_words(self.decoder)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the key and value pools."""
-        return sum(k.nbytes + v.nbytes for k, v in self._pools)
+        return self._pools.nbytes
 
     def launch(self, plan: Plan) -> Completion[StepResult]:
         """Put a step on the device; returns at once."""
@@ -107,19 +102,16 @@ class Runner:
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
-        index = torch.tensor(pages, device=self._device.torch_device)
 
         def work() -> Callable[[], None]:
-            for keys, values in self._pools:
-                keys.index_fill_(0, index, 0)
-                values.index_fill_(0, index, 0)
+            self._pools.scrub(pages)
             return lambda: None
 
         self._device.submit(work)
 
     def close(self) -> None:
         """Let go of model, pools and state; nothing may be in flight."""
-        self._pools = []
+        self._pools.free()
         self._layers = {}
         del self._own_forward, self._sampler, self._last_token, self.decoder
 
@@ -224,7 +216,7 @@ class Runner:
         at, slots = self._tensor(positions), self._tensor(write_to)
         decoder = self.decoder
         if isinstance(decoder, str) or decoder.change() is not None:
-            step = PackedStep(self._layers, self._pools, partial(store, write_to=slots), attention)
+            step = PackedStep(self._layers, self._pools.layers, partial(store, write_to=slots), attention)
             return self._own_forward(step, input_ids, at, logits_at)
 
         def attend(
@@ -240,19 +232,11 @@ class Runner:
 
         decoder.refresh()
         ops = StepOps()
-        hidden = decoder.hidden(input_ids, at, slots, self._pools, attend, ops)
+        hidden = decoder.hidden(input_ids, at, slots, self._pools.layers, attend, ops)
         return decoder.logits(hidden.index_select(0, logits_at), ops)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that cost memory only where they are written, on a CPU: NumPy asks the system for zero pages, while
-    `torch.zeros` writes them all."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def _logprobs(sampled: Sampled, rows: list[int]) -> dict[int, tuple[float, int, list[int], list[float]]]:

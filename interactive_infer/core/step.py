@@ -17,14 +17,6 @@ from interactive_infer.waiting import Completion
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Keys and values of one attention layer: heads and head size (the same for both)."""
-
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """A step's outcome on the host, one entry a row of the plan.
 
@@ -95,6 +87,12 @@ class StepRunner(Protocol):
     def close(self) -> None:
         """Let go of model, pools and state; nothing may be in flight."""
         ...
+
+
+def layers_in_words(decoder: FusedDecoder | str) -> str:
+    """How a step's layers are run, as `StepRunner.layers` says it."""
+    reason = decoder if isinstance(decoder, str) else decoder.change()
+    return "fused" if reason is None else f"the model's own, since {reason}"
 
 
 History = tuple[int, list[int], list[int]]
