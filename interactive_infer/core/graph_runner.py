@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -47,10 +48,12 @@ _OPS = cast(
     ),
 )
 
+_log = logging.getLogger(__name__)
+
 _LOOK_EVERY_S = 0.05
 _MOST_VIEWS = 512
 _SAMPLING_BYTES = 4 << 20
-"""Room for a step's sampling parameters: half a million entries of logit bias."""
+"""Room for a step's sampling parameters: a quarter of a million entries of logit bias. More are sent on their own."""
 
 
 class _Buffers:
@@ -198,8 +201,9 @@ class GraphRunner:
         leftover = fill(layout, buffers.arrays(layout), rows, self._tables)
         histories = keep_table(self._table, rows)
         sampled = [index for index, row in enumerate(rows) if row.samples]
-        key = self._pack_sampling([rows[index] for index in sampled], buffers) if sampled else None
-        replayed = not changed and shape in self._graphs and (key is None or key in self._graphs)
+        key, large = self._pack_sampling([rows[index] for index in sampled], buffers) if sampled else (None, None)
+        captured = key is None or (key in self._graphs and large is None)
+        replayed = not changed and shape in self._graphs and captured
 
         def work() -> Callable[[], StepResult]:
             buffers.send(layout)
@@ -210,8 +214,12 @@ class GraphRunner:
             self._run(shape, lambda: self._forward(layout, self._inputs, self._logits, changed), capture=not changed)
             if key is None:
                 return lambda: StepResult([-1] * len(rows), [], {}, replayed)
-            buffers.send(key)
-            self._run(key, lambda: self._sample(key, self._sampling), capture=True)
+            if large is None:
+                buffers.send(key)
+                self._run(key, lambda: self._sample(key, self._sampling), capture=True)
+            else:
+                inputs = torch.from_numpy(large).to(self._device.torch_device)
+                self._run(key, lambda: self._sample(key, inputs), capture=False)
             buffers.fetch(key)
             return lambda: _read(buffers.drawn, key, sampled, len(rows), replayed)
 
@@ -235,13 +243,19 @@ class GraphRunner:
             self._change = self._watch.change()
         return self._change is not None or self._watch.hook() is not None
 
-    def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> PackedKey:
+    def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> tuple[PackedKey, np.ndarray | None]:
+        """The step's sampling in its flight's buffer; or in one returned, where more logit bias than fits is asked for."""
         slots = np.array([row.slot for row in rows], np.int64)
         positions = np.array([row.start + row.count for row in rows], np.int64)
         forbid_stop = None
         if any([row.sequence.params.min_tokens for row in rows]):
             forbid_stop = np.array([below_min_tokens(row) for row in rows], np.bool_)
-        return self._table.pack(slots, positions, forbid_stop, self._shapes.rows(len(rows)), buffers.sampling)
+        padded = self._shapes.rows(len(rows))
+        try:
+            return self._table.pack(slots, positions, forbid_stop, padded, buffers.sampling), None
+        except ValueError:  # it is too short
+            large = np.zeros(self._table.packed_nbytes(padded), np.uint8)
+            return self._table.pack(slots, positions, forbid_stop, padded, large), large
 
     def _change_page_table(self, at: list[int], to: list[int]) -> None:
         card = self._device.torch_device
@@ -266,8 +280,12 @@ class GraphRunner:
         try:
             with self._recorder.span(Phase.CAPTURE):
                 self._graphs.capture(key, work)
-        except Exception as error:  # it goes on as it is, and `launches` says why
-            self._uncapturable = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            if isinstance(key, Shape):  # it goes on as it is, and `launches` says why
+                self._uncapturable = why
+            else:  # this kind of sampling alone
+                _log.warning("sampling of kind %s is launched kernel by kernel, its capture failed: %s", key, why)
 
     @torch.no_grad()
     def _forward(self, layout: Layout, inputs: torch.Tensor, logits: torch.Tensor, by_modules: bool) -> None:

@@ -70,6 +70,7 @@ class Card(CPUDevice):
 def simulate() -> None:
     let_scalars_be_bounds()
     graph_runner.Graphs = Graphs
+    graph_runner._SAMPLING_BYTES = 2048  # which a hundred entries of logit bias outgrow
     cuda.CUDADevice = Card
     cuda.missing_for_kernels = lambda place: None
     assembly._kind_of_device = lambda model: "cuda"
@@ -127,6 +128,11 @@ async def run(name: str) -> dict[str, Any]:
         others = engine.generate(prompt(5), max_tokens=NEW, seed=1, ignore_eos=True)
         found["seeded"] = (await again).token_ids == first
         await others
+        bias = {token: -50.0 for token in range(VOCAB_SIZE - 20)}
+        biased = engine.generate(prompt(5), max_tokens=NEW, logit_bias=bias, temperature=0, ignore_eos=True)
+        beside = engine.generate(prompt(17), max_tokens=NEW, temperature=0, ignore_eos=True)
+        found["much logit bias"] = min((await biased).token_ids) >= VOCAB_SIZE - 20
+        found["beside much logit bias"] = list((await beside).token_ids) == expected[0]
         engine._parts.cache.check(held=[])
     return found
 

@@ -23,7 +23,9 @@ def found() -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", ["together", "with a hook", "logprobs", "seeded"])
+@pytest.mark.parametrize(
+    "what", ["together", "with a hook", "logprobs", "seeded", "much logit bias", "beside much logit bias"]
+)
 def test_what_a_card_writes(found, name, what):
     assert found[name][what] is True
 
