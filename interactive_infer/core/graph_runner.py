@@ -244,7 +244,7 @@ class GraphRunner:
         return self._change is not None or self._watch.hook() is not None
 
     def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> tuple[PackedKey, np.ndarray | None]:
-        """The step's sampling in its flight's buffer; or in one returned, where more logit bias than fits is asked for."""
+        """The step's sampling in its flight's buffer; or in one returned, where there is more logit bias than fits."""
         slots = np.array([row.slot for row in rows], np.int64)
         positions = np.array([row.start + row.count for row in rows], np.int64)
         forbid_stop = None
