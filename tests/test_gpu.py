@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
@@ -309,13 +308,12 @@ async def test_interrupted_reader_leaves_the_others_running():
         assert len((await task).token_ids) == 200
 
 
+@pytest.mark.timeout(60)
 def test_sync_driver_on_the_card():
     engine = Engine.load_sync(model_on_card(), progress=False, kv_cache_tokens=4096, max_batch_size=4)
     with engine:
-        start = time.perf_counter()
         done = engine.generate_sync(prompt(8), max_tokens=50, ignore_eos=True)
         assert len(done.token_ids) == 50
-        assert time.perf_counter() - start < 60
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
