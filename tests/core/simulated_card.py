@@ -21,7 +21,7 @@ import torch
 from interactive_infer import Engine, assembly
 from interactive_infer.core import cuda, graph_runner
 from interactive_infer.core.device import CPUDevice
-from tests.core.test_triton_kernels import let_scalars_be_bounds
+from tests.core.interpreter import let_scalars_be_bounds
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 NEW = 4

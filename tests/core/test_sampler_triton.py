@@ -1,18 +1,15 @@
 """The card's sampler against the definition: on the card where there is one, and in Triton's interpreter on the CPU.
 
-As in test_triton_kernels.py the CPU checks run in one process of their own, this file as a script.
+The CPU checks run in one process of their own, this file as a script (see interpreter.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from interactive_infer.core.sampler import Sampled, Sampler, _thresholds
 from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs
 from interactive_infer.core.sampling_table import UNIFORM, SamplingTable, penalized, uniforms
 from interactive_infer.sampling import SamplingParams
+from tests.core.interpreter import outcome_of, report
 from tests.core.test_sampler import PENALTIES, assert_distributed, kept_by_definition
 
 CPU = torch.device("cpu")
@@ -376,32 +374,11 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
 # ------------------------------------------------------------------------------------------------------ on the CPU
 
 
-def interpret() -> dict[str, str | None]:
-    """Run every check on the CPU; what went wrong, by name."""
-    from tests.core.test_triton_kernels import let_scalars_be_bounds
-
-    let_scalars_be_bounds()
-    outcome: dict[str, str | None] = {}
-    for name, check in CHECKS.items():
-        try:
-            check(CPU)
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    return outcome
-
-
 if sys.platform == "linux":  # where Triton has wheels
 
     @pytest.fixture(scope="module")
     def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-        path = tmp_path_factory.mktemp("interpreted") / "outcome.json"
-        root = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        subprocess.run([sys.executable, __file__, str(path)], check=True, env=environment, timeout=280)
-        outcome: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-        return outcome
+        return outcome_of(__file__, tmp_path_factory.mktemp("interpreted"))
 
     @pytest.mark.parametrize("name", CHECKS)
     def test_in_the_interpreter(interpreted: dict[str, str | None], name: str) -> None:
@@ -509,4 +486,4 @@ def test_a_captured_call_draws_what_a_launched_one_does() -> None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(interpret()), encoding="utf-8")
+    report({name: partial(check, CPU) for name, check in CHECKS.items()}, sys.argv[1])

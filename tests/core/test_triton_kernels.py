@@ -1,26 +1,21 @@
 """The Triton kernels against plain PyTorch: on the card where there is one, and in Triton's interpreter on the CPU.
 
-Triton decides when it is imported whether it interprets, so the CPU checks run in one process of their own (this file
-as a script), which reports how each of them went.
+The CPU checks run in one process of their own, this file as a script (see interpreter.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from interactive_infer.core.attention.batch import StepBatch
+from tests.core.interpreter import outcome_of, report
 
 # ------------------------------------------------------------------------------------------------- attention
 
@@ -359,46 +354,19 @@ CHECKS: dict[str, Callable[[torch.dtype, str], None]] = {
 # ------------------------------------------------------------------------------------------------------ on the CPU
 
 
-def let_scalars_be_bounds() -> None:
-    """Triton 3.6's interpreter keeps scalars as arrays of one element, which NumPy 2.4 refuses as a loop's bounds."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_more(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_more
-
-
-def interpret() -> dict[str, str | None]:
-    """Run every check in float32 on the CPU; what went wrong, by name."""
-    let_scalars_be_bounds()
-    checks = dict(CHECKS)
+def interpreted_checks() -> dict[str, Callable[[], None]]:
+    """Every check in float32 on the CPU."""
+    checks = {name: partial(check, torch.float32, "cpu") for name, check in CHECKS.items()}
     # float16: float32 layers are left to PyTorch.
-    checks["linear"] = lambda dtype, device: check_linear(torch.float16, device, [(40, 144)])
-    outcome: dict[str, str | None] = {}
-    for name, check in checks.items():
-        try:
-            check(torch.float32, "cpu")
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    return outcome
+    checks["linear"] = partial(check_linear, torch.float16, "cpu", [(40, 144)])
+    return checks
 
 
 if sys.platform == "linux":  # where Triton has wheels
 
     @pytest.fixture(scope="module")
     def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-        path = tmp_path_factory.mktemp("interpreted") / "outcome.json"
-        root = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        subprocess.run([sys.executable, __file__, str(path)], check=True, env=environment, timeout=280)
-        outcome: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-        return outcome
+        return outcome_of(__file__, tmp_path_factory.mktemp("interpreted"))
 
     @pytest.mark.parametrize("name", [*CHECKS, "linear"])
     def test_in_the_interpreter(interpreted: dict[str, str | None], name: str) -> None:
@@ -569,4 +537,4 @@ def test_attention_in_a_chain_waits_for_what_it_reads(rows: int) -> None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(interpret()), encoding="utf-8")
+    report(interpreted_checks(), sys.argv[1])
