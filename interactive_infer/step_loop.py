@@ -182,7 +182,6 @@ class StepLoop:
             self.drain()
             while not self.closed and self._flights.begin() is not None:
                 pass
-            self._recorder.runnable(time.perf_counter_ns(), self._scheduler.num_runnable)
         except Exception as error:
             self._fail(error)
 
