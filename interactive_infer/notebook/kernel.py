@@ -62,6 +62,12 @@ def live_controls(which: Which) -> None:
         live.choose(which)
 
 
+def answers_at_once() -> bool:
+    """Whether what `keep_live` got is heard while a cell awaits, here and now."""
+    live = _live()
+    return live is not None and live.active
+
+
 class LiveComms:
     """The hooks in one kernel's shell channel.
 
@@ -78,6 +84,10 @@ class LiveComms:
         self._comms: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._cells = cells_of(kernel.shell)
         self._state: Literal["new", "installed", "refused"] = "new"
+
+    @property
+    def active(self) -> bool:
+        return self._state == "installed" and self._which != "off"
 
     def keep(self, comms: Iterable[Any]) -> None:
         for comm in comms:

@@ -57,8 +57,7 @@ class Panel(anywidget.AnyWidget):
     @property
     def answers_at_once(self) -> bool:
         """Whether messages are heard while a cell awaits."""
-        live = kernel._live()
-        return live is not None and live._state == "installed" and live._which != "off"
+        return kernel.answers_at_once()
 
     def hear(self, message: Message) -> None:
         """A message from the front end, on the loop."""
