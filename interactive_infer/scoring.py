@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from interactive_infer.core.output import TokenLogprobs
+from interactive_infer.core.own_forward import evaluating
 from interactive_infer.core.rope import fixed_rope
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.prompts import whole_number
@@ -70,13 +71,13 @@ class _Work:
 def token_logprobs(model: PreTrainedModel, ids: Sequence[int], first: int, k: int) -> list[TokenLogprobs]:
     """Of `ids[first:]`, each given all before it; `first` is at least 1. The `k` most likely tokens with each.
 
-    From the model's own distribution, as `logprobs_mode="raw_logprobs"`. The model runs as its owner would run it, once
-    over all of `ids` and without a cache, so nothing of it comes from a reused page; the vocabulary's logits are
-    computed for 64 positions at a time.
+    From the model's own distribution, as `logprobs_mode="raw_logprobs"`. The model runs as its owner would run it in
+    eval mode, once over all of `ids` and without a cache, so nothing of it comes from a reused page; the vocabulary's
+    logits are computed for 64 positions at a time.
     """
     text = torch.tensor(ids, device=model.device)
     scored: list[TokenLogprobs] = []
-    with fixed_rope():
+    with fixed_rope(), evaluating(model):
         logits_of = _logits(model, text[None, :-1])
         for start in range(first - 1, len(ids) - 1, _SLICE):
             stop = min(start + _SLICE, len(ids) - 1)

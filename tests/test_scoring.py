@@ -67,6 +67,15 @@ async def test_it_can_be_asked_of_an_unfinished_text_and_of_one_without_tokens()
         generation.cancel()
 
 
+def test_an_owner_who_trains_gets_no_dropout() -> None:
+    model = tiny_model("gpt2")
+    ids = list(range(5, 25))
+    expected = token_logprobs(model, ids, 4, 2)
+    model.train()
+    assert token_logprobs(model, ids, 4, 2) == expected
+    assert all(module.training for module in model.modules())
+
+
 async def test_what_it_refuses() -> None:
     engine = await Engine.load(tiny_model("llama"), tokenizer=tiny_tokenizer(), progress=False)
     generation = engine.generate("a cat", max_tokens=2)

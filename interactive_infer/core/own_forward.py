@@ -61,7 +61,7 @@ class PackedStep:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Within the block dropout and the like are off, also where the owner is in the middle of training."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
@@ -86,7 +86,7 @@ class OwnForward:
         select: dict[str, Tensor] = {}
         if self._select_logits:  # 0 would mean all of them: a chunk that samples nothing asks for one
             select["logits_to_keep"] = logits_at if logits_at.numel() else logits_at.new_zeros(1)
-        with running(step, self._modules), _evaluating(self._model):
+        with running(step, self._modules), evaluating(self._model):
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
