@@ -26,7 +26,9 @@ from interactive_infer import (
     PromptTooLongError,
     ReentrantStepError,
     WrongLoopError,
+    assembly,
 )
+from interactive_infer.progress import ProgressBar
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPT = [5, 9, 2, 7, 11, 3]
@@ -337,6 +339,30 @@ class TestSteering:
             await asyncio.sleep(0.001)
         assert (await gens[0]).finish_reason == "cancelled"
         assert (await gens[1]).finish_reason == "length"
+
+
+async def test_loading_is_off_the_loop_and_its_progress_on_it(monkeypatch):
+    """The loader waits for a turn of the loop, which a load on the loop could never give it."""
+    turned, here, drawn = threading.Event(), threading.get_ident(), []
+    real = assembly.load_model
+
+    def waits(*args, **options):
+        assert threading.get_ident() != here
+        assert turned.wait(20), "the loop had no turn while a model was loaded"
+        return real(*args, **options)
+
+    monkeypatch.setattr(assembly, "load_model", waits)
+    monkeypatch.setattr(
+        ProgressBar, "update", lambda bar, stage, done: drawn.append((threading.get_ident(), stage, done))
+    )
+    loading = asyncio.ensure_future(Engine.load(tiny_model("llama"), kv_cache_tokens=256, freeze_gc=False))
+    await asyncio.sleep(0.01)
+    turned.set()
+    engine = await loading
+    await asyncio.sleep(0)
+    assert {thread for thread, _, _ in drawn} == {here}
+    assert drawn[-1][1:] == ("checking", 1.0)
+    await engine.close()
 
 
 class TestReferences:
