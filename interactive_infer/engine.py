@@ -117,7 +117,7 @@ class Engine:
         prefill included (256; 2,048). `waiting`: how the loop waits for the device ("spin" and "block" are for study:
         they hold it).
         `freeze_gc`: on the first load of the process, move everything alive out of the garbage collector's sight
-        (`gc.freeze`): a full collection over torch and transformers would stall every thread for about 160 ms.
+        (`gc.freeze`): a full collection over torch and transformers would stall every thread.
 
         Raises InvalidRequestError, ModelNotFoundError, ModelLoadError or UnsupportedModelError.
         """

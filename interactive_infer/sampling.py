@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 MAX_N = 1024
-"""Samples of one prompt: making one takes the caller 10 to 20 µs."""
+"""Samples of one prompt: they are all made before the call returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ def run_sync(awaitable: Awaitable[T]) -> T:
 
     For texts there are `engine.generate_sync` and `gen.result_sync`, which patch nothing. On a running loop this calls
     nest-asyncio, and that **patches the process for good**: `asyncio.run`, `Task` and `Future` (in Python instead of C;
-    all tasks get 15 to 25 % slower) and the class of the running loop. Nested calls end last in, first out. Live
+    all tasks get slower) and the class of the running loop. Nested calls end last in, first out. Live
     controls answer meanwhile; a cell that arrives is run once this returns.
 
     An interrupt cancels the awaitable and raises KeyboardInterrupt here; other tasks go on.
