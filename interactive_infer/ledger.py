@@ -91,13 +91,13 @@ class Ledger:
         params = generation.params
         sequence = Sequence(
             generation.number,
-            prompt_ids + preset,
+            prompt_ids,
             params,
             generation._output,
+            preset=preset,
             token_limit=self._max_length,
             stop_ids=self._stop_ids(params),
         )
-        sequence.prompt_length = len(prompt_ids)
         generation._sequence = self._sequences[generation.number] = sequence
         self._scheduler.add(sequence)
         if len(sequence.token_ids) >= sequence.max_length:  # a branch at its very end
@@ -138,9 +138,7 @@ class Ledger:
             return
         if penalized(params) and not penalized(sequence.params):
             sequence.history_loaded = False
-        sequence.params = params
-        sequence.params_dirty = True
-        sequence.stop_ids = self._stop_ids(params)
+        sequence.set_params(params, self._stop_ids(params))
         if len(sequence.token_ids) >= sequence.max_length:
             self.end(generation.number, "length")
 

@@ -268,7 +268,7 @@ class TestSupervision:
         assert len((await within(ask(engine))).token_ids) == 30
 
     async def test_a_tokenizer_that_cannot_decode_fails_that_text_alone(self, engine, monkeypatch):
-        bad, good = ask(engine), ask(engine, [1, 2, 3])
+        bad, good = ask(engine, stop="never"), ask(engine, [1, 2, 3])
 
         def broken():
             raise KeyError("planted")

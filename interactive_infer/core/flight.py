@@ -90,10 +90,8 @@ class FlightQueue:
         if plan is None:
             return None
         self._number += 1
-        for row in plan.rows:
-            output = row.sequence.output
-            if output.spent.doing != "decode":
-                self._takes_up(row, planned)
+        for row in plan.admitted:
+            self._takes_up(row, planned)
         self._recorder.record(Phase.PLAN, start, planned, self._number)
         flight = Flight(self._number, plan, self._runner.launch(plan))
         self._flights.append(flight)
@@ -101,7 +99,7 @@ class FlightQueue:
         return flight
 
     def _takes_up(self, row: Row, planned: int) -> None:
-        """A row of a sequence that waited, or is still at its prompt."""
+        """A row of a sequence that has waited until now."""
         sequence, output = row.sequence, row.sequence.output
         if output.scheduled_ns is None:
             output.scheduled_ns = planned
@@ -175,8 +173,7 @@ class FlightQueue:
             output, token_id = sequence.output, token_ids[index]
             try:
                 logprobs = result.logprobs_of(index, sequence.params.logprobs) if any_logprobs else None
-                output.append(token_id, now, logprobs)
-                stopped = token_id in sequence.stop_ids or output.reached_stop_string()
+                stopped = output.append(token_id, now, logprobs) or token_id in sequence.stop_ids
             except Exception as error:  # a tokenizer of the user's that cannot decode this: the others go on
                 self.end(sequence, "error", error)
                 continue

@@ -116,13 +116,15 @@ class Output:
         self.decode()
         return self.stopped
 
-    def append(self, token_id: int, at_ns: int, logprobs: TokenLogprobs | None = None) -> None:
+    def append(self, token_id: int, at_ns: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """Take one more token; says whether it completes a stop string."""
         if logprobs is not None:
             self.logprobs[len(self.token_ids)] = logprobs
         self.token_ids.append(token_id)
         self.times_ns.append(at_ns)
         if self.spent.doing == "prefill":
             self.spent.go("decode", at_ns)
+        return self._stop is not None and self.reached_stop_string()
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """The end; a second one changes nothing. `error` is what every reader gets when `reason` is "error".
@@ -147,7 +149,7 @@ class Output:
         """
         self.changes += 1
         listeners = self._listeners()
-        if listeners is None:
+        if not listeners:
             return
         for listener in tuple(listeners):
             try:

@@ -152,7 +152,7 @@ class Runner:
                 write_to[first : first + count] = (
                     np.where(position >= row.write_from, pages, NULL_PAGE) * size + position % size
                 )
-            spans.append(RowSpan(first, count, start, row.pages))
+            spans.append(RowSpan(first, count, start, row.pages[: -(-(start + count) // size)]))
             first += count
             if row.samples:
                 logits_at.append(first - 1)

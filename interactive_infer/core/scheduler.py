@@ -16,9 +16,10 @@ class Row:
 
     `samples` says that the row ends at the sequence's last token, so that a next one is drawn. `from_device` says
     that this last token is itself still in flight and is read from the slot's last sampled token. Keys and values of
-    tokens before `write_from` are on a shared page already and are not written again. `pages` is the page table at
-    planning time, `slot` the sampler row. `load_history` asks for the slot's sampler state to be built anew. `epoch`
-    counts the sequence's preemptions, so that a step launched before one is not taken for the pages it has now.
+    tokens before `write_from` are on a shared page already and are not written again. `pages` is the sequence's page
+    table, which may have grown since; `slot` the sampler row. `load_history` asks for the slot's sampler state to be
+    built anew. `epoch` counts the sequence's preemptions, so that a step launched before one is not taken for the pages
+    it has now.
     """
 
     sequence: Sequence
@@ -35,11 +36,15 @@ class Row:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Rows that decode come first, so that a step of only decodes has one token a row."""
+    """One step. Rows that decode come first, so that a step of only decodes has one token a row.
+
+    `admitted` are those of the rows whose sequence did not run until now.
+    """
 
     rows: list[Row]
     num_tokens: int
     num_prefill_tokens: int
+    admitted: list[Row]
 
 
 class Scheduler:
@@ -99,57 +104,59 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run now (all is in flight, paused, or there is nothing)."""
         rows: list[Row] = []
-        planned: set[Sequence] = set()
+        admitted: list[Row] = []
+        prefilling: list[Sequence] = []
         budget, size = self.max_step_tokens, self.cache.page_size
-        short_of_pages = False
+        stuck = False  # somebody who runs cannot go on
 
-        # Computed before any is planned or preempted: neither changes what another one has to do.
-        todos = [(sequence, sequence.num_todo) for sequence in self.running]
-        decoding = [pair for pair in todos if pair[1] == 1]
-        prefilling = [pair for pair in todos if pair[1] > 1]
-        for sequence, todo in (*decoding, *prefilling):
-            if budget == 0:
-                break
-            if sequence.state is not State.RUNNING:
-                continue  # it has just given its pages to another
-            if not sequence.history_loaded and sequence.pending:
-                continue  # its penalties were just switched on: the host must know every token first
-            count = min(todo, budget)
-            end = sequence.num_planned + count
-            if end > len(sequence.pages) * size and not self._grow(sequence, end, planned):
-                short_of_pages = True
-                continue
-            rows.append(self._row(sequence, count))
-            planned.add(sequence)
-            budget -= count
-        num_decoding = sum(row.count == 1 for row in rows)
+        for sequence in tuple(self.running):  # some of them may be preempted on the way
+            todo = sequence.num_todo
+            if todo > 1:
+                prefilling.append(sequence)
+            elif todo and budget:
+                # What is asked first holds nearly always: this is done for every token.
+                room = sequence.num_planned < len(sequence.pages) * size and sequence.history_loaded
+                if room or self._can_go_on(sequence, 1, rows):
+                    rows.append(self._row(sequence, 1))
+                    budget -= 1
+                else:
+                    stuck = True
+        num_decoding = len(rows)
+        for sequence in prefilling:
+            count = min(sequence.num_todo, budget)
+            if count and self._can_go_on(sequence, count, rows):
+                rows.append(self._row(sequence, count))
+                num_decoding += count == 1
+                budget -= count
+            elif count:
+                stuck = True
 
         # With no row, whoever was short of pages has given them up to an older one that waits. Nothing may be in flight
         # that would bring another plan, so it is admitted now.
-        while self.waiting and self._slots and budget > 0 and not (short_of_pages and rows):
+        while self.waiting and self._slots and budget > 0 and not (stuck and rows):
             sequence = self.waiting[0]
             if sequence.pending:  # preempted or resumed with tokens still in flight: known at the next commit
                 break
             if not sequence.pages:
                 self._reuse_prefix(sequence)
             count = min(sequence.num_todo, budget)
-            if not self._grow(sequence, sequence.num_planned + count, planned, admitting=True):
+            if not self._grow(sequence, sequence.num_planned + count, rows, admitting=True):
                 break
             self.waiting.pop(0)
             sequence.state = State.RUNNING
             sequence.slot = self._slots.popleft()
             sequence.history_loaded = False
             bisect.insort(self.running, sequence, key=_arrival)
-            rows.append(self._row(sequence, count))
-            planned.add(sequence)
+            admitted.append(self._row(sequence, count))
+            rows.append(admitted[-1])
             budget -= count
 
         if not rows:
             return None
-        num_tokens = sum(row.count for row in rows)
+        num_tokens = self.max_step_tokens - budget
         if num_tokens > len(rows):
             rows.sort(key=lambda row: row.count > 1)  # stable: one-token rows first
-        return Plan(rows, num_tokens, num_tokens - num_decoding)
+        return Plan(rows, num_tokens, num_tokens - num_decoding, admitted)
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[int]:
         """Take a finished step's tokens (one a row, meaningless where the row did not sample) to their sequences.
@@ -157,36 +164,45 @@ class Scheduler:
         Sequences that ended meanwhile drop theirs. Returns the indices of the rows whose sequence got a token.
         """
         advanced = []
-        size = self.cache.page_size
+        size, finished = self.cache.page_size, State.FINISHED
         for index, (row, token_id) in enumerate(zip(plan.rows, token_ids, strict=True)):
             sequence = row.sequence
             if row.samples:
                 sequence.pending -= 1
-            if sequence.finished:
+            if sequence.state is finished:
                 continue
             if row.samples:
                 sequence.token_ids.append(token_id)
                 advanced.append(index)
-            if row.epoch == sequence.num_preemptions:
-                sequence.num_cached = max(sequence.num_cached, row.start + row.count)
-                if sequence.num_cached // size > sequence.num_indexed:
+            end = row.start + row.count
+            if end > sequence.num_cached and row.epoch == sequence.num_preemptions:
+                sequence.num_cached = end
+                if end // size > sequence.num_indexed:
                     sequence.index_pages(self.cache)
         return advanced
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _can_go_on(self, sequence: Sequence, count: int, planned: list[Row]) -> bool:
+        """Whether a sequence that was running can have `count` more tokens processed now; sees to it that it can."""
+        if sequence.state is not State.RUNNING:
+            return False  # it has just given its pages to another
+        if not sequence.history_loaded and sequence.pending:
+            return False  # its penalties were just switched on: the host must know every token first
+        return self._grow(sequence, sequence.num_planned + count, planned)
+
     def _row(self, sequence: Sequence, count: int) -> Row:
-        start, known, size = sequence.num_planned, len(sequence.token_ids), self.cache.page_size
-        end = start + count
-        samples = end == known + sequence.pending
+        start, pending = sequence.num_planned, sequence.pending
+        end, known = start + count, len(sequence.token_ids)
+        samples = end == known + pending
         row = Row(
             sequence,
             start,
             count,
             samples,
             end > known,
-            sequence.num_indexed * size,
-            sequence.pages[: -(-end // size)],
+            sequence.num_indexed * self.cache.page_size,
+            sequence.pages,
             sequence.slot,
             not sequence.history_loaded,
             sequence.num_preemptions,
@@ -194,7 +210,7 @@ class Scheduler:
         sequence.num_planned = end
         sequence.history_loaded = True
         if samples:
-            sequence.pending += 1
+            sequence.pending = pending + 1
         return row
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
@@ -210,8 +226,9 @@ class Scheduler:
         if sequence.output.scheduled_ns is None:  # after a preemption it finds its own pages again
             sequence.num_reused = sequence.num_cached
 
-    def _grow(self, sequence: Sequence, tokens: int, planned: set[Sequence], *, admitting: bool = False) -> bool:
-        """Pages for the first `tokens` tokens, taken from others if need be; False when there are none to take."""
+    def _grow(self, sequence: Sequence, tokens: int, planned: list[Row], *, admitting: bool = False) -> bool:
+        """Pages for the first `tokens` tokens, taken if need be from others that are not in `planned`; False when there
+        are none to take."""
         if tokens <= len(sequence.pages) * self.cache.page_size:
             return True
         missing = self.cache.pages_for(tokens) - len(sequence.pages)
@@ -225,7 +242,7 @@ class Scheduler:
         sequence.pages.extend(pages)
         return True
 
-    def _victim(self, asking: Sequence, planned: set[Sequence], admitting: bool) -> Sequence | None:
+    def _victim(self, asking: Sequence, planned: list[Row], admitting: bool) -> Sequence | None:
         holders = [paused for paused in self.paused if paused.pages]
         if holders:
             return max(holders, key=_arrival)
@@ -236,7 +253,9 @@ class Scheduler:
         if admitting:
             return None
         last = self.running[-1]
-        return last if last.arrival > asking.arrival and last not in planned else None
+        if last.arrival <= asking.arrival or any(row.sequence is last for row in planned):
+            return None
+        return last
 
     def _gives_way(self, sequence: Sequence) -> bool:
         """Whether somebody older holds pages: running, or waiting with pages that it kept through a pause."""

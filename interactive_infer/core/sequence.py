@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.output import Output
@@ -26,13 +27,15 @@ class Sequence:
     - `num_cached <= num_planned`: those whose step has been committed;
     - `pending` sampled tokens are in flight; the host does not know them yet;
     - `num_indexed` pages from the front are in the prefix index, and `digest` is that of the last of them;
-    - a slot (a row of the sampler's state) is held exactly while RUNNING.
+    - a slot (a row of the sampler's state) is held exactly while RUNNING;
+    - the `preset` tokens after the prompt were not generated but given (a branch's shared part).
     """
 
     __slots__ = (
         "arrival",
         "digest",
         "history_loaded",
+        "max_length",
         "num_cached",
         "num_indexed",
         "num_planned",
@@ -58,25 +61,31 @@ class Sequence:
         params: SamplingParams,
         output: Output,
         *,
+        preset: Iterable[int] = (),
         token_limit: int,
         stop_ids: frozenset[int],
     ) -> None:
         self.arrival = arrival
-        self.token_ids = list(prompt_ids)
+        self.token_ids = [*prompt_ids, *preset]
         self.prompt_length = len(prompt_ids)
-        self.params = params
         self.output = output
         self.token_limit = token_limit
-        self.stop_ids = stop_ids
         self.state = State.WAITING
         self.pages: list[int] = []
         self.slot = -1
-        self.params_dirty = False
         self.history_loaded = False
         self.num_preemptions = 0
         self.num_reused = 0
         self.pending = 0
         self.forget_pages()
+        self.set_params(params, stop_ids)
+
+    def set_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """From the next step on. `max_length` is the length at which the generation ends with `length`."""
+        self.params = params
+        self.params_dirty = True
+        self.stop_ids = stop_ids
+        self.max_length = min(self.prompt_length + params.max_tokens, self.token_limit)
 
     def forget_pages(self) -> None:
         """Start again from nothing: the pages went to somebody else."""
@@ -92,16 +101,10 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
-    def max_length(self) -> int:
-        """Length at which the generation ends with `length`."""
-        limit = self.prompt_length + self.params.max_tokens  # no min(): asked for at every token
-        return limit if limit < self.token_limit else self.token_limit
-
-    @property
     def num_todo(self) -> int:
         """Tokens the next step could process: 1 while decoding, more in prefill, 0 while the last are in flight."""
         length = len(self.token_ids) + self.pending
-        if self.pending and length >= self.max_length:
+        if length >= self.max_length and self.pending:
             return 0
         return length - self.num_planned
 

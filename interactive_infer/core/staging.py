@@ -175,5 +175,5 @@ def _fill_decodes(into: dict[str, Ints], rows: list[Row], size: int) -> None:
         into["ids"][:n] = [0 if row.from_device else row.sequence.token_ids[row.start] for row in rows]
     into["positions"][:n] = start
     into["kv_len"][:n] = start + 1
-    pages = np.array([row.pages[-1] if row.start >= row.write_from else NULL_PAGE for row in rows])
+    pages = np.array([row.pages[row.start // size] if row.start >= row.write_from else NULL_PAGE for row in rows])
     into["write_to"][:n] = pages * size + start % size
