@@ -22,16 +22,9 @@ from interactive_infer.errors import (
 from interactive_infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from interactive_infer.completion import Alternative, Completion, Timing, Token, Usage
     from interactive_infer.engine import Engine
-    from interactive_infer.generation import (
-        Alternative,
-        Completion,
-        Generation,
-        GenerationGroup,
-        Timing,
-        Token,
-        Usage,
-    )
+    from interactive_infer.generation import Generation, GenerationGroup
     from interactive_infer.info import EngineInfo
     from interactive_infer.notebook.kernel import keep_live, live_controls
     from interactive_infer.notebook.sync import run_sync
@@ -75,13 +68,13 @@ __all__ = [
 _LAZY = {
     "Engine": "engine",
     "EngineInfo": "info",
-    "Alternative": "generation",
-    "Completion": "generation",
+    "Alternative": "completion",
+    "Completion": "completion",
     "Generation": "generation",
     "GenerationGroup": "generation",
-    "Timing": "generation",
-    "Token": "generation",
-    "Usage": "generation",
+    "Timing": "completion",
+    "Token": "completion",
+    "Usage": "completion",
     "Timeline": "timeline",
     "device_done": "waiting",
     "run_on_device": "waiting",

@@ -1,4 +1,4 @@
-"""What a cell holds in its hand: a text being written, its tokens, and the finished completion."""
+"""What a cell holds in its hand: a text being written."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from interactive_infer.completion import Alternative, Completion, Timing, Token
 from interactive_infer.core.output import FinishReason, Listeners, Output
 from interactive_infer.core.sequence import Sequence, State
 from interactive_infer.errors import EngineClosedError, InvalidRequestError, twin
@@ -26,85 +26,6 @@ if TYPE_CHECKING:
 _TOKENS_A_TURN = 64
 _TURN_S = 0.001
 """An `async for` over tokens that are there already gives the loop a turn after so many of them, or so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Another token that could have stood here. `logprob` is a natural logarithm."""
-
-    id: int
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token. The texts of a generation's tokens, joined, are its text; a token that only begins a
-    character, or is a special token, has the text "". `index` counts from 0 at the first generated token.
-    `logprob` and `alternatives` (most likely first) are there when the generation was made with `logprobs`.
-    """
-
-    id: int
-    text: str
-    index: int
-    logprob: float | None = None
-    rank: int | None = None
-    alternatives: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts, named as in the OpenAI API. `cached_tokens` of the prompt were reused from the prefix cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where a generation's time went, in seconds.
-
-    What it was doing, which adds up to its life so far (`core.spent`): `queue`, waiting for a place in a step, at first
-    and after `resume`; `prefill`, while more than one token had to be computed for its next one; `decode`, from token
-    to token; `paused`; `preempted`, while its pages were somebody else's.
-
-    None for what did not happen: `time_to_first_token`, from the call to the first token on the host; `total`, from the
-    call to the end; `tokens_per_second`, over the time after the first token.
-    """
-
-    queue: float
-    prefill: float
-    decode: float
-    paused: float
-    preempted: float
-    time_to_first_token: float | None
-    total: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a generation came to. `token_ids` are the generated ones, a stop token among them; `text` leaves out
-    special tokens and the stop string. `tokens` carry the log-probabilities where they were asked for."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    usage: Usage
-    timing: Timing
-    tokens: tuple[Token, ...]
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
-        return f"<Completion {self.finish_reason}, {self.usage.completion_tokens} tokens: {text!r}>"
 
 
 _Futures = dict[asyncio.Future[None], None]
@@ -259,13 +180,7 @@ class Generation:
     @property
     def completion(self) -> Completion:
         """What there is now, finished or not."""
-        output, sequence = self._output, self._sequence
-        usage = Usage(
-            prompt_tokens=len(self._prompt_ids or ()),
-            completion_tokens=len(output.token_ids),
-            cached_tokens=min(sequence.num_reused, sequence.prompt_length) if sequence is not None else 0,
-        )
-        return Completion(output.text, tuple(output.token_ids), output.finish_reason, usage, self.timing, self.tokens)
+        return Completion(self)
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._finished().__await__()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from interactive_infer.completion import Alternative, Token
 from interactive_infer.core.output import TokenLogprobs
 from interactive_infer.core.own_forward import evaluating
 from interactive_infer.core.rope import fixed_rope
@@ -21,7 +22,7 @@ from interactive_infer.sampling import MAX_LOGPROBS
 from interactive_infer.waiting import run_on_device
 
 if TYPE_CHECKING:
-    from interactive_infer.generation import Generation, Token
+    from interactive_infer.generation import Generation
 
 _SLICE = 64
 """Positions whose logits exist at once: 64 x 151,936 floats are 39 MB."""
@@ -48,8 +49,6 @@ class _Work:
         self._generation, self._model, self._ids, self._first, self._k = generation, model, ids, first, k
 
     def __call__(self) -> tuple[Token, ...]:
-        from interactive_infer.generation import Alternative, Token
-
         texts: dict[int, str] = {}
 
         def text_of(token_id: int) -> str:
