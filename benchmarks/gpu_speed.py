@@ -126,12 +126,15 @@ async def busy(bench: Bench) -> list[Table]:
             shares = kernel_shares(work)
             steps = shares["span_ms"] / period_ms
             row += [period_ms, *(100 * shares[name] for name in ("plain", "inside_graph", "anywhere"))]
-            row.append(shares["kernels"] / steps)
+            row += [shares["median_ms"], 100 * shares["median_plain"], 100 * shares["median_inside_graph"]]
+            row += [shares["kernels"] / steps, shares["largest_us"]]
             for name, (total_ms, count) in list(totals(work).items())[:10]:
                 kernels.append([batch, name[:60], count / steps, total_ms / steps * 1e3])
-        rows.append(row + [None] * (8 - len(row)))
+        rows.append(row + [None] * (12 - len(row)))
     columns = ["batch", "ms a step", "step events, %", "ms a step, profiled", "kernels, %"]
-    columns += ["+ gaps < 10 µs in a graph, %", "+ all gaps < 10 µs, %", "kernels a step"]
+    columns += ["+ gaps < 10 µs in a graph, %", "+ all gaps < 10 µs, %"]
+    columns += ["median step, ms", "of it kernels, %", "+ gaps < 10 µs in a graph, %"]
+    columns += ["kernels a step", "largest gap, µs"]
     title = "GPU busy while generations decode: by step events, and by the kernels that torch.profiler saw"
     tables = [Table(title, columns, rows)]
     if kernels:
@@ -141,11 +144,11 @@ async def busy(bench: Bench) -> list[Table]:
 
 async def _trace(bench: Bench, engine: Engine, batch: int) -> tuple[list[dict[str, Any]], float]:
     """What ran on the card, in order, while `batch` generations decoded: Chrome trace events; and ms a step."""
-    steps, context = bench.sizes.steady_steps, bench.sizes.context
+    steps, context = 4 * bench.sizes.steady_steps, bench.sizes.context
     engine.reset_prefix_cache()
     group = [
         engine.generate(ids, temperature=0.0, ignore_eos=True, max_tokens=4 * steps + context)
-        for ids in bench.prompts(batch, context - 2 * steps)
+        for ids in bench.prompts(batch, context // 2)
     ]
     readers = [asyncio.ensure_future(generation.future()) for generation in group]
     while len(group[-1].token_ids) < 8:
@@ -170,19 +173,20 @@ async def _trace(bench: Bench, engine: Engine, batch: int) -> tuple[list[dict[st
     work.sort(key=lambda event: event["ts"])
     if not work:
         raise RuntimeError("the profiler has recorded no kernel")
-    # Its first quarter holds the restart after the profiler's own start, its end the last steps.
+    # Its first half holds the restart after the profiler's own start, its end the last steps.
     first, last = work[0]["ts"], work[-1]["ts"]
-    begin, end = first + 0.25 * (last - first), first + 0.95 * (last - first)
+    begin, end = first + 0.5 * (last - first), first + 0.95 * (last - first)
     return [event for event in work if begin <= event["ts"] < end], statistics.median(
         steady(recording, batch).periods_ms
     )
 
 
-def kernel_shares(work: list[dict[str, Any]]) -> dict[str, float]:
+def kernel_shares(work: list[dict[str, Any]]) -> dict[str, Any]:
     """Busy shares of the span that `work` (sorted by start) covers: the union of its intervals, and with small gaps.
 
     `inside_graph`: gaps under 10 µs between two pieces of one launch (one correlation id) count as busy.
-    `anywhere`: all gaps under 10 µs do.
+    `anywhere`: all gaps under 10 µs do. `median_*`: the same of the median step, from one forward's first kernel to the
+    next one's: the profiler itself stalls the card for milliseconds now and then, and adds to each launch.
     """
     starts = np.array([round(event["ts"] * 1e3) for event in work], np.int64)
     lengths = np.array([round(event["dur"] * 1e3) for event in work], np.int64)
@@ -193,11 +197,26 @@ def kernel_shares(work: list[dict[str, Any]]) -> dict[str, float]:
     small = gaps < SMALL_GAP_NS
     inside = small & (launch[1:] == launch[:-1])
     idle = int(gaps.sum())
+    counts: dict[int, int] = defaultdict(int)
+    for number in launch.tolist():
+        counts[number] += 1
+    forwards = np.array([counts[number] > 100 for number in launch.tolist()])
+    firsts = np.flatnonzero(forwards & np.append(True, launch[1:] != launch[:-1]))
+    spans = np.diff(starts[firsts])
+
+    def of_median_step(counted: np.ndarray) -> float:
+        idle_until = np.append(0, np.cumsum(np.where(counted, gaps, 0)))  # before each piece
+        return float(np.median(1 - np.diff(idle_until[firsts]) / spans)) if len(spans) else float("nan")
+
     return {
+        "median_plain": of_median_step(np.full(len(gaps), True)),
+        "median_inside_graph": of_median_step(~inside),
+        "median_ms": float(np.median(spans)) / 1e6 if len(spans) else float("nan"),
         "plain": 1 - idle / span,
         "inside_graph": 1 - (idle - int(gaps[inside].sum())) / span,
         "anywhere": 1 - (idle - int(gaps[small].sum())) / span,
         "kernels": len(work),
+        "largest_us": float(gaps.max()) / 1e3,
         "span_ms": span / 1e6,
     }
 
