@@ -399,3 +399,7 @@ async def _timeline(path: Path) -> int:
         print(engine.timeline.summary())
     print("left", path)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,12 @@ class TestStreamPrinter:
     ) -> None:
         printer.hear(custom("a", 0, "\x1b[2Jline\n\t日本 🙂\x07\x9b\u202e"))
         assert capsys.readouterr().out == "\\x1b[2Jline\n\t日本 🙂\\x07\\x9b\\u202e"
+
+
+def test_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "interactive_infer.cli", "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0
+    assert "doctor" in ran.stdout
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])
