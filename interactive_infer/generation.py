@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from interactive_infer.completion import Alternative, Completion, Timing, Token
@@ -56,17 +57,25 @@ def _tell(futures: _Futures) -> None:
         here = asyncio.get_running_loop()
     except RuntimeError:
         here = None
-    try:
-        while True:
-            future = futures.popitem()[0]
-            loop = future.get_loop()
-            if loop is here:
-                _set(future)
-            else:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
-                    loop.call_soon_threadsafe(_set, future)
-    except KeyError:  # popitem() of an empty dict: everyone is told
-        pass
+    while futures:
+        try:
+            future, _ = futures.popitem()
+        except KeyError:  # its reader has just left, on another thread
+            break
+        loop = future.get_loop()
+        if loop is here:
+            _set(future)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
+                loop.call_soon_threadsafe(_set, future)
+
+
+def _at_once() -> bool:
+    return True
+
+
+def _changed(output: Output, seen: int) -> bool:
+    return output.changes != seen
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -209,7 +218,7 @@ class Generation:
 
     async def _finished(self) -> Completion:
         self._begin_reading()
-        await self._until(self._readers.of_end, lambda output: output.finish_reason is not None)
+        await self._until(self._readers.of_end, lambda: self._output.finish_reason is not None)
         return self._result()
 
     def _begin_reading(self) -> None:
@@ -219,7 +228,7 @@ class Generation:
             steps.bind()
             steps.hold(self)
 
-    async def _until(self, futures: _Futures, come: Callable[[Output], bool]) -> None:
+    async def _until(self, futures: _Futures, come: Callable[[], bool]) -> None:
         """Wait as one of `futures` until what it is there for has `come`; one turn of the loop at least.
 
         Cancelled here: the generation is cancelled with its reader.
@@ -227,7 +236,7 @@ class Generation:
         future = asyncio.get_running_loop().create_future()
         futures[future] = None
         try:
-            if come(self._output):
+            if come():
                 await asyncio.sleep(0)
             else:
                 await future
@@ -250,7 +259,7 @@ class Generation:
         with self._tokens_lock:
             for index in range(len(made), output.decode()):
                 token_id, text = output.token_ids[index], output.piece(index)
-                at = output.logprobs.get(index)
+                at = output.logprobs.get(index) if output.logprobs else None
                 if at is None:
                     made.append(Token(token_id, text, index))
                 else:
@@ -416,19 +425,20 @@ class _TokenReader:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._index = 0
-        self._turn_due = (_TOKENS_A_TURN, time.perf_counter() + _TURN_S)  # at which token, or when
         generation._begin_reading()
+        self._has_had_a_turn()
 
     def __aiter__(self) -> _TokenReader:
         return self
 
     async def __anext__(self) -> Token:
-        generation = self._generation
-        if self._index >= self._turn_due[0] or time.perf_counter() >= self._turn_due[1]:
-            await self._give_way(None)
+        generation, output = self._generation, self._generation._output
+        if self._index >= self._turn_at or time.perf_counter() >= self._turn_due:
+            await generation._until(generation._readers.of_news, _at_once)
+            self._has_had_a_turn()
         while True:
-            changes = generation._output.changes
-            ended = generation._output.finish_reason is not None
+            changes = output.changes
+            ended = output.finish_reason is not None
             tokens = generation._visible_tokens()
             if self._index < len(tokens):
                 self._index += 1
@@ -436,13 +446,12 @@ class _TokenReader:
             if ended:
                 generation._result()
                 raise StopAsyncIteration
-            await self._give_way(changes)
+            await generation._until(generation._readers.of_news, partial(_changed, output, changes))
+            self._has_had_a_turn()
 
-    async def _give_way(self, changes: int | None) -> None:
-        """A turn for the loop: until there is more than after `changes` notifications, or just one."""
-        generation = self._generation
-        await generation._until(generation._readers.of_news, lambda output: output.changes != changes)
-        self._turn_due = (self._index + _TOKENS_A_TURN, time.perf_counter() + _TURN_S)
+    def _has_had_a_turn(self) -> None:
+        """The loop: the next one is due at that token, or at that time."""
+        self._turn_at, self._turn_due = self._index + _TOKENS_A_TURN, time.perf_counter() + _TURN_S
 
 
 class GenerationGroup(Seq[Generation]):
