@@ -5,11 +5,23 @@ Works without an engine too: `Timeline()` stands alone for training loops or oth
 
 from __future__ import annotations
 
-from interactive_infer.timeline.analysis import Bubble
+from interactive_infer.timeline.bubbles import Bubble
 from interactive_infer.timeline.recorder import Phase, Recorder, Work
 from interactive_infer.timeline.recording import Recording
 from interactive_infer.timeline.steps import Step
 from interactive_infer.timeline.summary import Distribution, Summary
-from interactive_infer.timeline.timeline import Timeline, compare
+from interactive_infer.timeline.timeline import Timeline, compare, together
 
-__all__ = ["Bubble", "Distribution", "Phase", "Recorder", "Recording", "Step", "Summary", "Timeline", "Work", "compare"]
+__all__ = [
+    "Bubble",
+    "Distribution",
+    "Phase",
+    "Recorder",
+    "Recording",
+    "Step",
+    "Summary",
+    "Timeline",
+    "Work",
+    "compare",
+    "together",
+]

@@ -27,8 +27,8 @@ class DeviceClock:
 
     A reference event is recorded on a stream of its own, which is idle, between two readings of the host's clock: it
     happened somewhere between them. Of several tries the one with the narrowest interval is kept, its middle taken. The
-    reference is renewed every 5 seconds: two of them say how fast one clock runs beside the other, and how far the old
-    one would have misplaced the new is the error that was measured. Any thread may ask.
+    reference is renewed every 5 seconds while events are placed: two of them say how fast one clock runs beside the
+    other, and how far the old one would have misplaced the new is the error that was measured. Any thread may ask.
 
     Args:
         record: records an event on that stream, at once.
@@ -40,11 +40,12 @@ class DeviceClock:
         self._rate = 1.0  # of the host's clock, as seen from the device's
         self._missed_ns = 0
         self._reference: tuple[TimedEvent, int, int] = self._calibrate()
+        self._before = self._reference  # the one before, for what is asked for late
 
     @property
     def error_ns(self) -> int:
         """How far off a time may be: half the width of the reference's interval, the unit of elapsed times, and by how
-        much the last renewal missed beyond both intervals (0 before the first)."""
+        much the last renewal missed beyond both intervals, in 5 seconds (0 before the first)."""
         return self._reference[2] + _UNIT_NS + self._missed_ns
 
     def ns(self, event: TimedEvent) -> int:
@@ -52,16 +53,19 @@ class DeviceClock:
         with self._lock:
             if time.perf_counter_ns() - self._reference[1] > _RENEW_NS:
                 self._renew()
-            reference, at_ns, _ = self._reference
-            rate = self._rate
-        return at_ns + round(reference.elapsed_time(event) * 1e6 * rate)
+            (reference, at_ns, _), (before, before_ns, _), rate = self._reference, self._before, self._rate
+        elapsed_ns = reference.elapsed_time(event) * 1e6
+        if elapsed_ns < -_RENEW_NS and abs(since_ns := before.elapsed_time(event) * 1e6) < -elapsed_ns:
+            at_ns, elapsed_ns = before_ns, since_ns
+        return at_ns + round(elapsed_ns * rate)
 
     def _renew(self) -> None:
-        old, old_ns, old_half_ns = self._reference
+        old, old_ns, old_half_ns = self._before = self._reference
         new, new_ns, new_half_ns = self._reference = self._calibrate()
         elapsed_ns = old.elapsed_time(new) * 1e6
-        missed_ns = abs(old_ns + round(elapsed_ns * self._rate) - new_ns)
-        self._missed_ns = max(missed_ns - old_half_ns - new_half_ns, 0)
+        missed_ns = max(abs(old_ns + round(elapsed_ns * self._rate) - new_ns) - old_half_ns - new_half_ns, 0)
+        # After an idle hour the old reference misses by an hour's drift; nothing is placed so far from one.
+        self._missed_ns = round(missed_ns * min(_RENEW_NS / (new_ns - old_ns), 1.0))
         self._rate = (new_ns - old_ns) / elapsed_ns
 
     def _calibrate(self) -> tuple[TimedEvent, int, int]:

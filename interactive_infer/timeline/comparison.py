@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import textwrap
-
-from interactive_infer.timeline.analysis import Window, beside, window_of
+from interactive_infer.timeline.analysis import Window, window_of
+from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.figure import (
     DPI,
     LEFT,
+    MARGIN,
     RIGHT,
+    SMALL,
     WIDTH_IN,
     TimelineFigure,
     colors_of,
     draw_lanes,
+    fitting,
     font,
     height_of,
     legend,
-    plain,
     scale_of,
+    wrapped,
 )
 from interactive_infer.timeline.lanes import lanes_of
 from interactive_infer.timeline.recording import Recording
 from interactive_infer.timeline.summary import Distribution, Summary, percent, summarize
 
-_TITLE_IN, _ROW_IN = 0.3, 0.19
+_TITLE, _CELL = 9.5, 8.5  # points
+_TITLE_IN, _LINE_IN, _ROW_IN = 0.15, 0.17, 0.19
+_FIRST = 0.25  # of the figure's width, where the table's first column of numbers begins
 
 
 def draw_several(
@@ -45,34 +49,37 @@ def draw_several(
         for name, summary in summaries.items()
     }
     table = rows_of(summaries)
-    panels = [height_of(mine) + _TITLE_IN for mine in lanes.values()]
+    titles = {name: wrapped(f"{name}: {mine.headline()}", _TITLE, bold=True) for name, mine in summaries.items()}
+    above = {name: _TITLE_IN + _LINE_IN * (title.count("\n") + 1) for name, title in titles.items()}
+    panels = {name: height_of(mine) + above[name] for name, mine in lanes.items()}
     top, below = 0.35, 0.62 + _ROW_IN * len(table)
-    height = top + sum(panels) + below
+    height = top + sum(panels.values()) + below
     figure = TimelineFigure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor=colors.background)
     length = max(t1 - t0 for t0, t1 in windows.values())
     scale, unit = scale_of(length)
     y = height - top
     axes = None
-    for name, panel in zip(held, panels, strict=True):
-        title = textwrap.shorten(plain(f"{name}: {summaries[name].headline()}"), 120, placeholder="…")
-        figure.text(0.012, (y - 0.04) / height, title, color=colors.text, va="top", **font(9.5, weight="bold"))
-        place = (LEFT, (y - panel + 0.04) / height, RIGHT - LEFT, (panel - _TITLE_IN) / height)
+    for name, panel in panels.items():
+        above_it = (y - 0.06) / height
+        figure.text(MARGIN, above_it, titles[name], color=colors.text, va="top", **font(_TITLE, weight="bold"))
+        place = (LEFT, (y - panel + 0.04) / height, RIGHT - LEFT, (panel - above[name]) / height)
         axes = figure.add_axes(place, sharex=axes)
         draw_lanes(axes, lanes[name], summaries[name], length, scale, colors)
         axes.tick_params(labelbottom=name == list(held)[-1])
         y -= panel
     assert axes is not None
     beginning = "the window's start" if together else "each one's start"
-    axes.set_xlabel(f"time in {unit} from {beginning}", color=colors.faint, fontsize=8)
+    axes.set_xlabel(f"time in {unit} from {beginning}", color=colors.faint, fontsize=SMALL)
     legend(figure, list(summaries.values()), colors, y=1 - 0.06 / height)
-    column = (0.985 - 0.26) / len(summaries)
+    column = (1 - MARGIN - _FIRST) / len(summaries)
     for number, row in enumerate(table):
         at = (below - 0.62 + 0.08 - _ROW_IN * number) / height
-        weight = "bold" if number == 0 else "normal"
+        bold = number == 0
         for index, cell in enumerate(row):
-            x = 0.012 if index == 0 else 0.26 + column * (index - 1)
-            fitting = textwrap.shorten(plain(cell), max(int(column * 110), 8), placeholder="…") if index else cell
-            figure.text(x, at, fitting, color=colors.text, va="top", **font(8, weight=weight))
+            x = _FIRST + column * (index - 1) if index else MARGIN
+            shown = fitting(cell, (column if index else _FIRST) * WIDTH_IN - 0.1, _CELL, bold=bold)
+            weight = "bold" if bold else "normal"
+            figure.text(x, at, shown, color=colors.text, va="top", **font(_CELL, weight=weight))
     return figure
 
 

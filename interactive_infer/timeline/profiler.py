@@ -7,6 +7,7 @@ import contextlib
 import json
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline.analysis import Window
-from interactive_infer.timeline.intervals import Intervals
+from interactive_infer.timeline.intervals import Intervals, intervals
 from interactive_infer.timeline.recorder import CPU, Phase, Recorder, Work
 from interactive_infer.timeline.recording import SPAN, WORK, Recording
 
@@ -33,8 +34,9 @@ class Profile:
 
     `async with timeline.profile(steps=50):` ends with the 50th step that is recorded in it, or with the block if that
     comes first; `with timeline.profile():` with the block. Then the kernels are on the timeline (on a CPU: the
-    outermost operators), and `window` is the stretch in which none is missing. Starting and stopping the profiler holds
-    the loop, the first start on a card for seconds; while it runs, launches are slower.
+    outermost operators), and `window` is the stretch in which none is missing: a RuntimeWarning says where kernels of
+    replayed steps are, and busy shares stay those of steps. Starting and stopping the profiler holds the loop, the
+    first start on a card for seconds; while it runs, launches are slower.
 
     The profiler's clock is placed on `time.perf_counter_ns` by marks, each made between two readings, at the beginning
     and at the end.
@@ -97,10 +99,11 @@ class Profile:
         from torch.profiler import ProfilerActivity, profile
 
         # Which spans of torch a card's profile keeps is no matter here, and each costs time; the CPU has nothing else.
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._on_card = self._recorder.device != CPU and torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_card else [])]
         self._profiler = profile(
             activities=activities,
-            experimental_config=_ExperimentalConfig(profile_all_threads=self._recorder.device == CPU),
+            experimental_config=_ExperimentalConfig(profile_all_threads=not self._on_card),
         )
         self._profiler.start()
         self._mark()
@@ -128,15 +131,34 @@ class Profile:
             profiler.export_chrome_trace(str(path))
             del profiler
             data = json.loads(path.read_text(encoding="utf-8"))
-        rows, names = kernels_of(data)
+        rows, names = _rows(_on_device(data) if self._on_card else _operators(data))
         starts = np.array([start for start, _, _ in _events(data, ("user_annotation",), _CLOCK)], np.int64)
         rows = _placed(rows, np.sort(starts), np.array(self._readings, np.int64))
         self.window = self._begun_ns, self._ended_ns
         inside = (rows["end"] > self._begun_ns) & (rows["start"] < self._ended_ns)
         self.num_kernels = int(inside.sum())
+        self._recorder.make_room(self.num_kernels)
         for (_, start, end, _, stream, device), name in zip(rows[inside].tolist(), names[inside].tolist(), strict=True):
             self._recorder.work(start, end, name, kind=Work.KERNEL, stream=stream, device=device)
-        self._recorder.profiled(*self.window)
+        steps = self._recorder.snapshot().steps
+        replayed = steps[(steps["graph"] > 0) & (steps["start"] > self._begun_ns) & (steps["end"] < self._ended_ns)]
+        if missing := _without_kernels(intervals(replayed), rows["start"], names):
+            warnings.warn(
+                f"torch.profiler has seen no kernel in {missing} of {len(replayed)} replayed steps, so busy shares "
+                "stay those of steps. Graphs that were captured before the profiler's first use may be left out: run "
+                "`with Timeline().profile(): pass` once before Engine.load",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self._recorder.profiled(*self.window)
+
+
+def _without_kernels(steps: Intervals, starts: NDArray[np.int64], names: NDArray[np.object_]) -> int:
+    """How many steps no kernel started in; copies are none. `starts` sorted."""
+    is_kernel = np.array([not name.lower().startswith(("memcpy", "memset")) for name in names], bool)
+    first, last = np.searchsorted(starts[is_kernel], steps).T
+    return int((first == last).sum())
 
 
 def is_profile(data: Any) -> bool:
@@ -166,14 +188,16 @@ def from_profile(data: Mapping[str, Any]) -> Recording:
     )
 
 
+_Found = set[tuple[int, int, int, int, str]]
+"""(start, end, stream, device, name): what is there twice counts once."""
+
+
 def kernels_of(data: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[np.object_]]:
-    """(WORK, names) of what ran on devices, by start. One that is there twice counts once."""
-    found = {
-        (start, end, int(event["args"].get("stream", 0)), int(event["args"].get("device", 0)), str(event["name"]))
-        for start, end, event in _events(data, _ON_DEVICE)
-    }
-    if not found:
-        found = _operators(data)
+    """(WORK, names) of what ran on cards, by start; without any, of CPU operators."""
+    return _rows(_on_device(data) or _operators(data))
+
+
+def _rows(found: _Found) -> tuple[NDArray[Any], NDArray[np.object_]]:
     ordered = sorted(found)
     rows, names = np.zeros(len(ordered), WORK), np.empty(len(ordered), np.object_)
     for at, (start, end, stream, device, name) in enumerate(ordered):
@@ -181,9 +205,16 @@ def kernels_of(data: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[np.object
     return rows, names
 
 
-def _operators(data: Mapping[str, Any]) -> set[tuple[int, int, int, int, str]]:
+def _on_device(data: Mapping[str, Any]) -> _Found:
+    return {
+        (start, end, int(event["args"].get("stream", 0)), int(event["args"].get("device", 0)), str(event["name"]))
+        for start, end, event in _events(data, _ON_DEVICE)
+    }
+
+
+def _operators(data: Mapping[str, Any]) -> _Found:
     """The outermost operators of each thread."""
-    found: set[tuple[int, int, int, int, str]] = set()
+    found: _Found = set()
     threads: dict[Any, tuple[int, int]] = {}  # by thread: its number, and the end of its last outermost operator
     for start, end, event in sorted(_events(data, ("cpu_op",)), key=lambda each: (each[0], -each[1])):
         number, reached = threads.get(event.get("tid"), (len(threads), start))

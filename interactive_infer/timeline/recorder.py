@@ -45,6 +45,8 @@ class Phase(IntEnum):
     GC = 9
     CALLBACK = 10
     USER = 11
+    OTHER = 12
+    """What another engine did on the host (`beside`)."""
 
 
 class Work(IntEnum):
@@ -55,7 +57,7 @@ class Work(IntEnum):
     KERNEL = 1
     """A kernel or copy that torch.profiler saw; on a CPU an operator."""
     OTHER = 2
-    """A step of another engine on the same device (`analysis.beside`)."""
+    """A step of another engine on the same device (`beside`)."""
 
 
 CPU = -1
@@ -188,6 +190,14 @@ class Recorder:
     def profiled(self, start_ns: int, end_ns: int) -> None:
         """Say that every kernel of this stretch has been added (`work`, of the kind KERNEL)."""
         self._profiled = [*self._profiled, (start_ns, end_ns)][-64:]
+
+    def make_room(self, work: int) -> None:
+        """Let so many records of work in at a time, which a profiled window may have; older ones may go.
+
+        What another thread adds at this very moment may be lost.
+        """
+        if work > self._work.capacity:
+            self._work = self._work.grown(work)
 
     def asked(self, at_ns: int, generation: int, first: int = 0) -> None:
         """A generation was asked for at `at_ns`; the first token that it draws has the index `first`."""

@@ -27,7 +27,7 @@ class Ring:
         self.first = first
         self._row = struct.Struct(f"={dtype.itemsize // 8}q")
         self._buffer = bytearray(dtype.itemsize * capacity)
-        self._labels: list[tuple[int, Any] | None] = [None] * capacity
+        self._labels: dict[int, tuple[int, Any]] = {}  # by slot: the row's number, its label
         self._numbers = itertools.count(first)
 
     def write(self, *values: int, label: Any = None) -> None:
@@ -66,7 +66,7 @@ class Ring:
 
     def labels(self, rows: Records, missing: Any) -> NDArray[np.object_]:
         """The label of each of `rows`, or `missing`."""
-        labelled = dict(label for label in self._labels.copy() if label is not None)
+        labelled = dict(self._labels.copy().values())
         labels = np.empty(len(rows), np.object_)
         labels[:] = [missing] * len(rows)
         # A slot keeps its last label when a row without one takes it, and may be a newer row's by now.
@@ -74,6 +74,15 @@ class Ring:
         for at, number in zip(kept.tolist(), rows["number"][kept].tolist(), strict=True):
             labels[at] = labelled[number]
         return labels
+
+    def grown(self, capacity: int) -> Ring:
+        """A ring with more room that holds the same rows and goes on counting."""
+        rows = self.read()
+        ring = Ring(self.dtype, capacity, int(rows["number"][0]) if len(rows) else self.first)
+        ring.first = self.first
+        for row, label in zip(rows.tolist(), self.labels(rows, None).tolist(), strict=True):
+            ring.write(*row[1:], label=label)
+        return ring
 
     def emptied(self) -> Ring:
         """A ring that goes on counting, so that who has read up to a number finds only what is new."""

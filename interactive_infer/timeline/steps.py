@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from interactive_infer.timeline.analysis import Window, duration, tokens_of
+from interactive_infer.timeline.analysis import Window, duration
 from interactive_infer.timeline.recording import Recording, batch_numbers
+from interactive_infer.timeline.tokens import tokens_of
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interactive_infer.timeline.analysis import (
-    Bubble,
     CriticalPath,
     Window,
-    between_tokens_ns,
     busy_intervals,
     critical_path,
     devices_of,
     duration,
-    find_bubbles,
-    first_token_ns,
     host_intervals,
+    kernels_known,
     lags_in,
     profiled_intervals,
     runnable_intervals,
 )
+from interactive_infer.timeline.bubbles import Bubble, find_bubbles
 from interactive_infer.timeline.intervals import intersect, total
-from interactive_infer.timeline.recorder import CPU
+from interactive_infer.timeline.recorder import CPU, Work
 from interactive_infer.timeline.recording import Recording
+from interactive_infer.timeline.tokens import between_tokens_ns, first_token_ns
 
-STEP_EVENTS = "step events: an upper bound, gaps inside a step count as busy"
-KERNELS = "kernels seen by torch.profiler"
+STEP_EVENTS = "the events around each step: an upper bound, gaps inside a step count as busy"
+SPAN_EVENTS = "the events around each device span: an upper bound, gaps inside a span count as busy"
+KERNELS = "the kernels that torch.profiler saw"
+OPERATORS = "the operators that torch.profiler saw on the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Summary:
         `devices` has each, by its index (-1: the CPU).
     busy_runnable: device busy while sequences were runnable, over the time they were.
     host_work_s: the time of host work (`host_intervals`).
-    overlap: the time of host work inside device busy, over all time of host work: the part that is hidden.
+    overlap: the time of host work inside device busy, over all time of host work: the part that is hidden. Where busy
+        is that of kernels, so is this; bubbles are always those between steps.
     steps, tokens, prompt_tokens: device steps that ended in the window, token ids they drew (a surplus token
         after a stop included), prompt tokens they took in; steps_per_s and tokens_per_s over the window.
     bubbles: in order of time.
@@ -167,14 +169,16 @@ class Summary:
                     f"{percent(known.busy_by_steps, 1)} by steps",
                 )
             )
-        hidden = "" if self.overlap is None else f", {percent(self.overlap, 1)} of it hidden (overlap)"
-        rows.append(("host work", f"{self.host_work_s:.3f} s{hidden}"))
+        if self.overlap is not None:
+            hidden = f"{percent(self.overlap, 1)} of it hidden (overlap)"
+            rows.append(("host work", f"{self.host_work_s:.3f} s, {hidden}"))
         if self.critical_path is not None:
             device, host, other = (percent(share, 1) for share in self.critical_path)
             rows.append(("tokens waited for", f"device {device}, host work {host}, other {other}"))
-        rows.append(("steps", f"{self.steps:,} ({self.steps_per_s:,.1f}/s)"))
-        rows.append(("tokens drawn", f"{self.tokens:,} ({self.tokens_per_s:,.1f}/s)"))
-        rows.append(("prompt tokens", f"{self.prompt_tokens:,}"))
+        if self.steps:
+            rows.append(("steps", f"{self.steps:,} ({self.steps_per_s:,.1f}/s)"))
+            rows.append(("tokens drawn", f"{self.tokens:,} ({self.tokens_per_s:,.1f}/s)"))
+            rows.append(("prompt tokens", f"{self.prompt_tokens:,}"))
         if self.first_token is not None:
             rows.append((f"first token ({self.first_token.count:,})", str(self.first_token)))
         if self.between_tokens is not None:
@@ -207,7 +211,7 @@ def summarize(recording: Recording, window: Window, *, device: str = "device", s
     """The numbers of [t0, t1); definitions at `Summary`. Where every kernel of the window is known, busy is theirs."""
     t0, t1 = window
     known = profiled_intervals(recording, window)
-    by_kernels = t1 > t0 and total(known) == t1 - t0
+    by_kernels = kernels_known(recording, window)
     busy = busy_intervals(recording, window)
     ran = busy_intervals(recording, window, kernels=by_kernels)
     shares = {}
@@ -218,6 +222,8 @@ def summarize(recording: Recording, window: Window, *, device: str = "device", s
     host = host_intervals(recording, window)
     runnable = runnable_intervals(recording, window)
     steps = recording.steps[(recording.steps["end"] > t0) & (recording.steps["end"] <= t1)]
+    if source == STEP_EVENTS and not len(recording.steps):
+        source = SPAN_EVENTS
     profiled = None
     if len(known):
         kernels = busy_intervals(recording, window, kernels=True)
@@ -228,12 +234,12 @@ def summarize(recording: Recording, window: Window, *, device: str = "device", s
         )
     return Summary(
         device=device,
-        source=KERNELS if by_kernels else source,
+        source=profiled_source(recording) if by_kernels else source,
         window_ns=window,
         busy=sum(shares.values()) / len(shares) if shares else None,
         busy_runnable=total(intersect(ran, runnable)) / total(runnable) if len(runnable) else None,
         host_work_s=total(host) / 1e9,
-        overlap=total(intersect(busy, host)) / total(host) if len(host) else None,
+        overlap=total(intersect(ran, host)) / total(host) if len(host) else None,
         steps=len(steps),
         tokens=int(steps["sampled"].sum()),
         prompt_tokens=int(steps["prefill_tokens"].sum()),
@@ -246,6 +252,12 @@ def summarize(recording: Recording, window: Window, *, device: str = "device", s
         profiled=profiled,
         clock_error_ns=recording.clock_error_ns,
     )
+
+
+def profiled_source(recording: Recording) -> str:
+    """What a profile's busy time was measured from."""
+    devices = recording.work["device"][recording.work["kind"] == Work.KERNEL]
+    return OPERATORS if len(devices) and (devices == CPU).all() else KERNELS
 
 
 def device_name(index: int) -> str:

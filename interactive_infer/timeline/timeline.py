@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from interactive_infer.errors import InvalidRequestError, MissingPackageError
 from interactive_infer.timeline import trace
 from interactive_infer.timeline.analysis import Window, window_of
+from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.device_spans import DeviceEvents, DeviceSpan, DeviceSpans
 from interactive_infer.timeline.profiler import Profile
 from interactive_infer.timeline.recorder import Recorder, Span
@@ -186,20 +188,38 @@ class Timeline:
 
 
 def compare(
-    timelines: dict[str, Timeline], last: float | None = None, theme: str = "light", *, together: bool = False
+    timelines: Mapping[str, Timeline], last: float | None = None, theme: str = "light", *, together: bool = False
 ) -> TimelineFigure:
     """Draw several timelines one above the other on one scale, with a table of their numbers.
 
     `compare({"blocking": a, "awaiting": b})` sets each one's beginning at the left edge. `together`: they went on at
     the same time (several engines), so one window holds for all, and a device that worked for one was not idle for
-    another.
+    another. `together()` gives such timelines for their numbers.
     """
-    if not timelines or not all(isinstance(timeline, Timeline) for timeline in timelines.values()):
-        raise InvalidRequestError("timelines", timelines, "give a dict of at least one Timeline by name")
+    _check(timelines)
     draw = _drawing("comparison").draw_several
     held = {str(name): (timeline.recording(), timeline.device, timeline.source) for name, timeline in timelines.items()}
     figure: TimelineFigure = draw(held, last, theme=theme, together=together)
     return figure
+
+
+def together(timelines: Mapping[str, Timeline]) -> dict[str, Timeline]:
+    """Copies of timelines of engines that ran at the same time: in each, what the others did is there too.
+
+    A device that worked for one engine was not idle for another, and a bubble can be put down to another engine
+    ("b: launching"): `together({"a": a.timeline, "b": b.timeline})["a"].summary()`.
+    """
+    _check(timelines)
+    joined = beside({str(name): timeline.recording() for name, timeline in timelines.items()})
+    return {
+        name: Timeline._of(joined[str(name)], timeline.device, timeline.source) for name, timeline in timelines.items()
+    }
+
+
+def _check(timelines: Mapping[str, Timeline]) -> None:
+    is_dict = isinstance(timelines, Mapping)
+    if not is_dict or not timelines or not all(isinstance(timeline, Timeline) for timeline in timelines.values()):
+        raise InvalidRequestError("timelines", timelines, "give a dict of at least one Timeline by name")
 
 
 def _drawing(module: str) -> Any:

@@ -30,7 +30,7 @@ from interactive_infer.timeline.recording import (
     batch_bytes,
     batch_numbers,
 )
-from interactive_infer.timeline.summary import KERNELS, device_name
+from interactive_infer.timeline.summary import device_name, profiled_source
 
 FORMAT = "interactive_infer timeline 2"
 _HOST = 1
@@ -137,7 +137,7 @@ def load(path: str | PathLike[str]) -> tuple[Recording, str, str]:
         if is_profile(data):
             recording = from_profile(data)
             if len(recording.work):
-                return recording, "GPU" if (recording.work["device"] >= 0).any() else "CPU", KERNELS
+                return recording, "GPU" if (recording.work["device"] >= 0).any() else "CPU", profiled_source(recording)
             raise InvalidRequestError("path", os.fspath(path), "a trace without kernels or operators")
         other = data.get("otherData") if isinstance(data, dict) else None
         if not isinstance(other, dict) or other.get("format") != FORMAT:

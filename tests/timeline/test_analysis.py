@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Recorder, Timeline
-from interactive_infer.timeline.analysis import awaiting_intervals, critical_path, find_bubbles, window_of
+from interactive_infer.timeline.analysis import awaiting_intervals, critical_path, held_intervals, window_of
+from interactive_infer.timeline.bubbles import find_bubbles
 from interactive_infer.timeline.intervals import Intervals, clip, complement, coverage, intersect, topmost, total, union
 from interactive_infer.timeline.summary import summarize
 
@@ -196,6 +197,32 @@ def test_a_late_loop_by_its_heartbeat() -> None:
     assert gap_under(recorder) == "late loop"
 
 
+def test_a_cell_that_asks_and_goes_on_is_to_blame_until_the_loop_plans() -> None:
+    """It has awaited before and will again, and no heartbeat was due."""
+
+    def ask(recorder: Recorder, *, flying: bool = False) -> list[str]:
+        recorder.record(Phase.CELL, *at(-50, 80), 3)
+        recorder.lag(T - 5 * MS, 0)
+        recorder.runnable(T, 1)
+        step(recorder, 1, *at(0, 10))
+        if flying:
+            recorder.record(Phase.LAUNCH, *at(0, 0), 1)
+            recorder.record(Phase.COMMIT, *at(25, 26), 1)
+        recorder.runnable(T + 10 * MS, 0)
+        recorder.runnable(T + 20 * MS, 2)
+        recorder.record(Phase.PLAN, *at(28, 29), 2)
+        step(recorder, 2, *at(29, 40))
+        return [bubble.cause for bubble in find_bubbles(recorder.snapshot(), (T, T + 40 * MS))]
+
+    assert ask(Recorder()) == ["user cell [3]"]
+    assert ask(Recorder(), flying=True) == ["waking the loop"], "it waited for the flight"
+    stopped = Recorder()
+    stopped.runnable(T, 1)
+    stopped.runnable(T + 5 * MS, 0)
+    stopped.record(Phase.PLAN, *at(20, 21), 1)
+    assert len(held_intervals(stopped.snapshot())) == 0, "nothing was to be planned any more"
+
+
 def test_a_late_loop_by_the_end_of_an_await() -> None:
     recorder = Recorder()
     recorder.record(Phase.AWAIT, *at(1, 18), 1)
@@ -211,6 +238,12 @@ def test_the_time_until_the_loop_hears_of_a_steps_end() -> None:
     step(recorder, 2, *at(10.8, 30))
     (bubble,) = find_bubbles(recorder.snapshot(), (T, T + 30 * MS))
     assert bubble.cause == "waking the loop" and bubble.share == pytest.approx(0.75)
+
+
+def test_the_time_until_a_commit_where_nobody_awaits() -> None:
+    recorder = Recorder()
+    recorder.record(Phase.COMMIT, *at(17, 18), 1)
+    assert gap_under(recorder) == "waking the loop"
 
 
 def test_the_innermost_of_the_users_spans_is_to_blame() -> None:
@@ -318,6 +351,60 @@ def test_bubbles_add_up_on_any_recording(data: st.DataObject) -> None:
     found = {cell for b in summary.bubbles for cell in range(b.start_ns, b.end_ns)}
     assert found == runnable - busy
     assert all(0 < b.share <= 1 and b.cause for b in summary.bubbles)
+
+
+PUT_DOWN_TO = {
+    Phase.GC: "garbage collection: {name}",
+    Phase.PLAN: "planning: {name}",
+    Phase.CALLBACK: "callback: {name}",
+    Phase.OTHER: "{name}",
+    Phase.USER: "{name}",
+    Phase.CELL: "user cell [{ref}]",
+}
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 10),
+    st.lists(st.tuples(st.sampled_from([*PUT_DOWN_TO]), st.integers(0, 11), st.integers(1, 8)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=2),
+)
+def test_causes_as_found_cell_by_cell(
+    middle: int, drawn: list[tuple[Phase, int, int]], beats: list[tuple[int, int]]
+) -> None:
+    """The order of claims that `find_bubbles` states, looked up one ms after the other in two bubbles of 12 ms."""
+    recorder = Recorder()
+    for number, start in enumerate((-1, middle, 12)):
+        step(recorder, number, start * MS, (start + 1) * MS)
+    kept = [(phase, start, start + length, f"n{i}", i) for i, (phase, start, length) in enumerate(drawn)]
+    for phase, start, end, name, ref in kept:
+        recorder.record(phase, start * MS, end * MS, ref, name)
+    for moment, late in beats:
+        recorder.lag(moment * MS, late * MS)
+
+    held = {cell for moment, late in beats for cell in range(moment - late, moment)}
+    signs = [moment for moment, _ in beats] + [start for phase, start, *_ in kept if phase is Phase.PLAN]
+    open_ended = (Phase.CELL, Phase.USER)
+    covered = {cell for phase, a, b, *_ in kept if phase not in open_ended for cell in range(a, b)}
+
+    def claims(cell: int) -> list[tuple[int, int, int, str]]:
+        found = [(1, 0, 0, "late loop")] if cell in held else [(0, 0, 0, "unknown")]
+        for phase, start, end, name, ref in kept:
+            alive = phase in open_ended and any(start < sign < end for sign in signs)
+            inside = phase is Phase.USER and set(range(start, end)) <= covered
+            rank = {Phase.GC: 6, Phase.OTHER: 4, Phase.CELL: 3, Phase.USER: 5 if inside else 3}.get(phase, 5)
+            if start <= cell < end and (not alive or cell in held):
+                found.append((rank, start, -end, PUT_DOWN_TO[phase].format(name=name, ref=ref)))
+        return found
+
+    for bubble in find_bubbles(recorder.snapshot(), (0, 12 * MS)):
+        parts: dict[str, int] = {}
+        for cell in range(bubble.start_ns // MS, bubble.end_ns // MS):
+            best = max(claims(cell))
+            assume(sum(claim[:3] == best[:3] for claim in claims(cell)) == 1)
+            parts[best[3]] = parts.get(best[3], 0) + 1
+        assert parts[bubble.cause] == max(parts.values())
+        assert bubble.share == pytest.approx(parts[bubble.cause] / sum(parts.values()))
 
 
 def test_a_span_of_the_users_inside_the_engines_is_to_blame() -> None:

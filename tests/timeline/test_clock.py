@@ -97,3 +97,38 @@ def test_what_a_drift_that_changes_costs_is_measured(monkeypatch):
         clock.ns(Event(device, device.now))
         missed = clock.error_ns - width
         assert (missed > 30_000) == (moment == 7), "once the rate is known, nothing is missed any more"
+
+
+def test_an_idle_hour_is_not_taken_for_an_error(monkeypatch):
+    """Drift that nobody has measured yet: the reference of an hour ago misses by 36 ms, the new one by nothing."""
+    device = Simulated(1e-5)
+    monkeypatch.setattr(clock_module.time, "perf_counter_ns", device.perf_counter_ns)
+    clock = DeviceClock(device.record)
+    device.now += 3600 * SECOND
+    event = Event(device, device.now)
+    assert abs(clock.ns(event) - event.at_ns) <= clock.error_ns < 100_000
+
+
+def test_the_reference_is_renewed_while_events_come_and_not_before(monkeypatch):
+    device = Simulated(0.0)
+    monkeypatch.setattr(clock_module.time, "perf_counter_ns", device.perf_counter_ns)
+    clock = DeviceClock(device.record)
+    once = device.recorded
+    for _ in range(3):
+        clock.ns(Event(device, device.now))
+    assert device.recorded == once
+    device.now += 6 * SECOND
+    clock.ns(Event(device, device.now))
+    assert device.recorded == 2 * once
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e-5])
+def test_what_is_asked_for_an_hour_late_is_placed_by_the_reference_of_its_time(drift, monkeypatch):
+    device = Simulated(drift)
+    monkeypatch.setattr(clock_module.time, "perf_counter_ns", device.perf_counter_ns)
+    clock = DeviceClock(device.record)
+    device.now += SECOND + 123_456
+    late = Event(device, device.now)
+    device.now += 3600 * SECOND
+    for event in (Event(device, device.now), late):
+        assert abs(clock.ns(event) - event.at_ns) <= 50_000

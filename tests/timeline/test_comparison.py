@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline import Timeline, compare
-from interactive_infer.timeline.analysis import beside
+from interactive_infer.timeline import Phase, Timeline, compare, together
+from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.comparison import rows_of
 from interactive_infer.timeline.summary import summarize
 
@@ -69,6 +69,28 @@ def test_one_device_that_works_for_another_engine_is_not_idle() -> None:
         assert ["busy while there was work", f"{100 * expected:.1f} %"] in rows_of({name: summary})
 
 
+def test_what_another_engine_did_can_be_a_bubbles_cause() -> None:
+    a, b = steps(20, 10, count=3), steps(20, 10, count=3, device=1)
+    b.recorder.record(Phase.LAUNCH, 10 * MS, 19 * MS, 1)
+    b.recorder.record(Phase.CELL, 30 * MS, 39 * MS, 3)  # every engine hears of cells itself
+    assert [bubble.cause for bubble in a.summary().bubbles][:2] == ["unknown", "unknown"]
+    joined = together({"a": a, "b": b})
+    summary = joined["a"].summary()
+    assert [bubble.cause for bubble in summary.bubbles][:2] == ["b: launching", "unknown"]
+    assert summary.host_work_s == 0 and summary.window_ns == a.summary().window_ns
+    assert "others' work" in texts(joined["a"].figure())
+    assert joined["b"].summary() == b.summary()
+    with pytest.raises(InvalidRequestError, match="timelines"):
+        together({})
+
+
+def test_a_name_may_be_long() -> None:
+    figure = compare({"a name of many words " * 12: steps(20, 10), "b": steps(20, 10)})
+    for text in figure.texts:
+        box = text.get_window_extent()
+        assert min(box.x0, box.y0) >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
+
+
 def test_a_copy_stays_as_it_was() -> None:
     timeline = steps(20, 10)
     kept = timeline.copy()
@@ -76,7 +98,7 @@ def test_a_copy_stays_as_it_was() -> None:
     assert kept.summary().steps == 10 and timeline.summary().steps == 0
 
 
-@pytest.mark.parametrize("timelines", [{}, {"a": 3}])
+@pytest.mark.parametrize("timelines", [{}, {"a": 3}, [], None])
 def test_what_cannot_be_compared(timelines: Any) -> None:
     with pytest.raises(InvalidRequestError, match="timelines"):
         compare(timelines)

@@ -103,4 +103,30 @@ async def test_a_profiled_window_has_the_engines_operators_in_its_steps() -> Non
         assert summary.profiled is not None and summary.steps >= 9
         assert summary.profiled.busy > 0
         figure = engine.timeline.figure(window=profile.window)
-        assert "kernels" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert "operators" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+async def test_timing_adds_up_however_a_text_ends() -> None:
+    async with await load(max_batch_size=2, steps_in_flight=2) as engine:
+        first = engine.generate([ids(3), ids(4)], max_tokens=300, ignore_eos=True)
+        queued = engine.generate(ids(5), max_tokens=300, ignore_eos=True)
+        sync = engine.generate(ids(6), max_tokens=300, ignore_eos=True)
+        async for token in first[0]:
+            if token.index == 3:
+                break
+        for generation in (first[0], queued):
+            generation.cancel()  # one in flight, one in the queue
+        first[1].pause()
+        await asyncio.sleep(0.02)
+        first[1].cancel()  # one while it is paused
+        engine.generate_sync(ids(7), max_tokens=3)
+        sync.update(max_tokens=len(sync.token_ids) + 1)
+        await sync
+        branch = sync.branch(at=1, max_tokens=3)
+        await asyncio.gather(*(generation.future() for generation in (*first, queued, branch)))
+        for generation in (*first, queued, sync, branch):
+            timing = generation.timing
+            assert timing.total is not None and min(astuple(timing)[:5]) >= 0
+            assert sum(astuple(timing)[:5]) == pytest.approx(timing.total)
+        assert queued.timing.queue == queued.timing.total and queued.timing.decode == 0
+        assert first[1].timing.paused > 0.015 and sync.timing.queue > 0 and branch.timing.prefill > 0

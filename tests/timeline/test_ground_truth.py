@@ -8,7 +8,8 @@ import pytest
 
 from interactive_infer.timeline import Phase, Timeline, Work
 from interactive_infer.timeline import clock as clock_module
-from interactive_infer.timeline.analysis import find_bubbles, window_of
+from interactive_infer.timeline.analysis import window_of
+from interactive_infer.timeline.bubbles import find_bubbles
 from tests.timeline.simulated import MS, Card, Event
 
 # (ms of host work or idling before the launch, by what, ms on the card)

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Timeline, Work
-from interactive_infer.timeline.profiler import Profile, _placed, kernels_of
+from interactive_infer.timeline.profiler import Profile, _placed, _without_kernels, kernels_of
 from interactive_infer.timeline.recorder import CPU, Recorder
 from interactive_infer.timeline.recording import WORK
-from interactive_infer.timeline.summary import KERNELS
+from interactive_infer.timeline.summary import KERNELS, OPERATORS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
 
@@ -110,8 +111,6 @@ def test_marks_place_kernels_to_the_nanosecond_in_spite_of_drift() -> None:
 
 def compute(timeline: Timeline, steps: int, stop: threading.Event | None = None) -> None:
     """Steps of operators on this thread, as a CPU engine's device does."""
-    import time
-
     for number in range(steps):
         if stop is not None and stop.is_set():
             return
@@ -134,11 +133,103 @@ def test_profiled_now_operators_lie_inside_their_steps() -> None:
     inside = (held.steps["start"][:, None] <= products["start"]) & (products["end"] <= held.steps["end"][:, None])
     assert inside.any(axis=0).sum() >= 18, "the profiler's clock is placed to within microseconds"
     summary = timeline.summary(window=profile.window)
-    assert summary.source == KERNELS and summary.profiled is not None
+    assert summary.source == OPERATORS and summary.profiled is not None
     assert summary.busy == pytest.approx(summary.profiled.busy)
     assert 0 < summary.profiled.busy <= summary.profiled.busy_by_steps + 0.02
     assert "by kernels" in str(summary)
     assert timeline.summary().profiled is not None
+
+
+def test_in_a_profiled_window_host_work_is_hidden_by_kernels() -> None:
+    timeline = Timeline(Recorder(device=0))
+    recorder = timeline.recorder
+    recorder.step(0, 100, step_id=1, batch_size=1, tokens=1, prefill_tokens=0)
+    recorder.record(Phase.COMMIT, 20, 60, 0)
+    assert timeline.summary(window=(0, 100)).overlap == 1.0
+    for start, end in ((0, 30), (50, 100)):
+        recorder.work(start, end, "k", kind=Work.KERNEL)
+    recorder.profiled(0, 100)
+    summary = timeline.summary(window=(0, 100))
+    assert (summary.busy, summary.overlap, summary.bubbles) == (0.8, 0.5, ())
+    assert timeline.summary(window=(0, 101)).overlap == 1.0, "not every kernel of it is known"
+
+
+class FakeProfiler:
+    """torch.profiler on a card: its clock is an hour off, and between its marks a kernel ran for half of a step."""
+
+    def __init__(self, activities: list[Any], experimental_config: object) -> None:
+        assert set(activities) == {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        readings = self.of._readings  # type: ignore[attr-defined]
+        ran = self.ran  # type: ignore[attr-defined]
+        off = 3_600_000_000_000
+        events = [event("user_annotation", "interactive_infer clock", (a + b) // 2 / 1e3, 1) for a, b in readings]
+        events += [event("cpu_op", "aten::mm", ran[0] / 1e3, 900, device=0)]
+        events += [event("kernel", "k", ran[0] / 1e3, (ran[1] - ran[0]) / 1e3, device=0, stream=7)]
+        events += [event("gpu_user_annotation", "no work", ran[0] / 1e3, 10**6, device=0, stream=7)]
+        for each in events:
+            each["ts"] = round(each["ts"] - events[0]["ts"], 3)
+        base = (readings[0][0] + readings[0][1]) // 2 + off
+        Path(path).write_text(json.dumps({"baseTimeNanoseconds": base, "traceEvents": events}))
+
+
+def test_on_a_card_kernels_count_and_operators_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
+    timeline = Timeline(Recorder(device=0))
+    with timeline.profile() as profile:
+        start = time.perf_counter_ns()
+        time.sleep(0.004)
+        end = time.perf_counter_ns()
+        timeline.recorder.step(start, end, step_id=1, batch_size=1, tokens=1, prefill_tokens=0, graph=True)
+        profile._profiler.of, profile._profiler.ran = profile, (start + 1_000, start + 1_000 + (end - start) // 2)
+    held = timeline.recording()
+    (kernel,) = held.work
+    assert (held.work_names[0], kernel["stream"], kernel["device"], profile.num_kernels) == ("k", 7, 0, 1)
+    assert abs(int(kernel["start"]) - start - 1_000) < 50_000, "as far as the marks were apart"
+    summary = timeline.summary(window=(start, end))
+    assert summary.source == KERNELS and summary.busy == pytest.approx(0.5, abs=0.05)
+
+
+def test_replayed_steps_without_kernels_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = np.array([[0, 10], [10, 20], [20, 30]])
+    starts, names = np.array([1, 5, 12, 19, 30]), np.array(["k", "k", "Memcpy HtoD", "Memset", "k"], object)
+    assert _without_kernels(steps, starts, names) == 2
+    assert _without_kernels(steps[:0], starts, names) == 0
+    timeline = Timeline(Recorder(device=0))
+
+    def replay() -> None:
+        before = time.perf_counter_ns()
+        torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+        timeline.recorder.step(
+            before, time.perf_counter_ns(), step_id=1, batch_size=1, tokens=1, prefill_tokens=0, graph=True
+        )
+
+    with timeline.profile() as profile:
+        replay()
+    assert timeline.summary(window=profile.window).source == OPERATORS
+    timeline.clear()
+    with pytest.warns(RuntimeWarning, match="no kernel in 1 of 2 replayed"), timeline.profile() as profile:
+        replay()
+        now = time.perf_counter_ns()
+        timeline.recorder.step(now, now + 1, step_id=2, batch_size=1, tokens=1, prefill_tokens=0, graph=True)
+    assert profile.window is not None and timeline.summary(window=profile.window).profiled is None
+
+
+def test_a_profile_has_room_for_all_of_its_kernels() -> None:
+    timeline = Timeline(Recorder(device=CPU, work=4))
+    with timeline.profile() as profile:
+        for _ in range(30):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    assert len(timeline.recording().work) == profile.num_kernels >= 30
+    assert timeline.summary(window=profile.window).source == OPERATORS
 
 
 async def test_it_ends_with_the_steps_that_were_asked_for() -> None:

@@ -230,3 +230,20 @@ def test_a_span_that_goes_on_is_seen_as_ending_now() -> None:
     recorder.end(Phase.CELL, 300, 7)
     recorder.end(Phase.CELL, 400, 7)
     assert recorder.snapshot().spans[["start", "end", "ref"]].tolist() == [(1, 2, 0), (100, 300, 7)]
+
+
+def test_room_for_a_profile_keeps_what_there_is_and_readers_where_they_are() -> None:
+    recorder = Recorder(work=4)
+    for at in range(6):
+        recorder.work(at, at + 1, f"k{at}")
+    read = int(recorder.tail()[2]["number"][-1])
+    recorder.make_room(3)
+    assert recorder.snapshot().work_names.tolist() == ["k2", "k3", "k4", "k5"]
+    recorder.make_room(100)
+    for at in range(6, 20):
+        recorder.work(at, at + 1, f"k{at}" if at % 2 else "even")
+    held = recorder.snapshot()
+    assert held.work["start"].tolist() == [*range(2, 20)] and held.work_names.tolist()[3:6] == ["k5", "even", "k7"]
+    assert recorder.tail((0, 0, read, 0, 0))[2]["start"].tolist() == [*range(6, 20)]
+    recorder.profiled(0, 100)
+    assert recorder.snapshot().profiled.tolist() == [[3, 100]], "what was pushed out before is still gone"

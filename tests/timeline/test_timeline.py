@@ -103,6 +103,13 @@ def test_the_trace_is_what_viewers_expect(made: Timeline) -> None:
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(held.spans) + len(held.steps)
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in complete)
+    for phase in set(held.spans["phase"].tolist()):
+        mine = held.spans[held.spans["phase"] == phase]
+        shown = [event for event in complete if event["args"].get("phase") == Phase(phase).name.lower()]
+        assert len(shown) == len(mine)
+        assert sum(event["dur"] for event in shown) * 1_000 == pytest.approx(int((mine["end"] - mine["start"]).sum()))
+    counters = [event for event in events if event["ph"] == "C"]
+    assert len(counters) == len(held.lags) + len(held.runnable)
     device = [event for event in complete if event["cat"] == "device"]
     total = (held.steps["end"] - held.steps["start"]).sum()
     assert sum(event["dur"] for event in device) * 1_000 == pytest.approx(int(total))

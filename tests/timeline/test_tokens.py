@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Recorder, Timeline
-from interactive_infer.timeline.analysis import between_tokens_ns, first_token_ns, tokens_of
+from interactive_infer.timeline.tokens import between_tokens_ns, first_token_ns, tokens_of
 
 
 def step(recorder: Recorder, number: int, drawn: dict[int, int], end: int) -> None:
