@@ -1,9 +1,15 @@
 """Draws the figures of docs/timeline.md, each in light and in dark.
 
-    python benchmarks/timeline_figures.py [--folder docs/images]
+    python benchmarks/timeline_figures.py [--folder docs/images] [--device cuda:0 --shape 0.6b|8b|tiny]
 
-The default model, on a card where there is one. They show what a timeline looks like; how fast anything is depends on
-the machine and what else it does.
+ways      the same texts, waited for in three ways
+cell      a text is being written, and a cell computes without awaiting anything
+storm     four texts are being written, and eight long prompts arrive at once
+paused    three texts: one is paused, then all are, then they go on
+
+The default model, on a card where there is one; with `--shape` random weights instead (nothing is downloaded), as long
+as steps take. Each scene is played once before it is recorded. The figures show what a timeline looks like; how fast
+anything is depends on the machine and what else it does.
 """
 
 from __future__ import annotations
@@ -11,10 +17,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from report import ROOT, prompts
+import gpu_models
+import torch
+from gpu_bench import captured
+from report import ROOT, prompts, wait_until_idle
 
 from interactive_infer import Engine
 from interactive_infer.timeline import Phase, Timeline, compare
@@ -26,82 +38,112 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-async def ways() -> dict[str, Timeline]:
-    """The same texts, waited for in three ways."""
-    kept = {}
-    for way, options in WAYS.items():
-        async with await Engine.load(progress=False, **options) as engine:
-            await engine.generate("Warming up", max_tokens=8)
-            engine.timeline.clear()
-            ids = prompts(engine.tokenizer, 4)
-            await engine.generate(ids, max_tokens=24, temperature=0, ignore_eos=True)
-            kept[way] = engine.timeline.copy()
-    return kept
+@dataclass(slots=True)
+class Play:
+    """What is played: new tokens a text, tokens of a long prompt, how long a cell computes or a pause lasts."""
+
+    device: str
+    shape: str | None
+    tokens: int
+    long_prompt: int
+    held_s: float
+    asked: int = 0
+
+    async def load(self, **options: Any) -> Engine:
+        model = None if self.shape is None else gpu_models.make(self.shape, torch.device(self.device))
+        return await Engine.load(model, device=self.device, max_batch_size=16, progress=False, **options)
+
+    def prompts(self, engine: Engine, count: int, length: int | None = None) -> list[list[int]]:
+        """`count` of them, of some tens of tokens or of `length`, that none before begins like: nothing is cached."""
+        self.asked += 1
+        if self.shape is not None:
+            return gpu_models.prompts(gpu_models.SHAPES[self.shape]["vocab_size"], count, length or 40, self.asked)
+        ids = prompts(engine.tokenizer, count)
+        return [[1_000 + self.asked, *((each * 20)[: length - 1] if length else each)] for each in ids]
 
 
-async def cell(engine: Engine) -> None:
-    """A text is written; a cell computes for 0.2 s without awaiting anything."""
-    text = engine.generate("Once upon a time", max_tokens=40, temperature=0, ignore_eos=True)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+async def plain(play: Play, engine: Engine) -> None:
+    await engine.generate(play.prompts(engine, 4), max_tokens=play.tokens // 2, **GREEDY)
+
+
+async def cell(play: Play, engine: Engine) -> None:
+    [prompt] = play.prompts(engine, 1)
+    text = engine.generate(prompt, max_tokens=play.tokens, **GREEDY)
     async for token in text:
-        if token.index == 10:
+        if token.index == play.tokens // 4:
             break
     start = time.perf_counter_ns()
-    time.sleep(0.2)
+    time.sleep(play.held_s)
     engine.timeline.recorder.record(Phase.CELL, start, time.perf_counter_ns(), 12)  # as the notebook layer does
     await text
 
 
-async def storm(engine: Engine) -> None:
-    """Four texts are being written; eight long prompts arrive at once."""
-    ids = prompts(engine.tokenizer, 12)
-    first = engine.generate(ids[:4], max_tokens=40, temperature=0, ignore_eos=True)
+async def storm(play: Play, engine: Engine) -> None:
+    first = engine.generate(play.prompts(engine, 4), max_tokens=play.tokens, **GREEDY)
     async for token in first[0]:
-        if token.index == 10:
+        if token.index == play.tokens // 4:
             break
-    await engine.generate([(each * 20)[:300] for each in ids[4:]], max_tokens=4, temperature=0, ignore_eos=True)
+    await engine.generate(play.prompts(engine, 8, play.long_prompt), max_tokens=4, **GREEDY)
     await first
 
 
-async def paused(engine: Engine) -> None:
-    """Three texts; one is paused, then all are, then they go on."""
-    group = engine.generate(prompts(engine.tokenizer, 3), max_tokens=40, temperature=0, ignore_eos=True)
+async def paused(play: Play, engine: Engine) -> None:
+    group = engine.generate(play.prompts(engine, 3), max_tokens=play.tokens, **GREEDY)
     async for token in group[0]:
-        if token.index == 10:
+        if token.index == play.tokens // 4:
             break
     group[1].pause()
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(play.held_s)
     group.pause()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.5 * play.held_s)
     group.resume()
     await group
 
 
-async def draw(folder: Path) -> None:
-    def save(name: str, figure: Any, theme: str) -> None:
-        path = folder / f"timeline-{name}-{theme}.png"
-        figure.savefig(path)
-        print(path)
+async def recorded(scene: Callable[[Play, Engine], Coroutine[Any, Any, None]], play: Play, engine: Engine) -> Timeline:
+    """The scene's timeline, once everything that it needs has been captured."""
+    await captured(engine, partial(scene, play, engine))
+    if play.device == "cpu":
+        await asyncio.to_thread(wait_until_idle)
+    engine.timeline.clear()
+    await scene(play, engine)
+    return engine.timeline.copy()
 
-    kept = await ways()
+
+async def draw(play: Play, folder: Path) -> None:
+    ways: dict[str, Timeline] = {}
+    scenes: dict[str, Timeline] = {}
+    for way, options in WAYS.items():
+        async with await play.load(**options) as engine:
+            ways[way] = await recorded(plain, play, engine)
+            if options == WAYS["two in flight"]:
+                scenes = {scene.__name__: await recorded(scene, play, engine) for scene in (cell, storm, paused)}
     for theme in ("light", "dark"):
-        save("ways", compare(kept, theme=theme), theme)
-    async with await Engine.load(progress=False) as engine:
-        await engine.generate("Warming up", max_tokens=8)
-        for scene in (cell, storm, paused):
-            engine.reset_prefix_cache()
-            await asyncio.sleep(0.1)  # the drawing before has held the loop
-            engine.timeline.clear()
-            await scene(engine)
-            for theme in ("light", "dark"):
-                save(scene.__name__, engine.timeline.figure(theme=theme), theme)
+        figures = {name: timeline.figure(theme=theme) for name, timeline in scenes.items()}
+        for name, figure in {"ways": compare(ways, theme=theme), **figures}.items():
+            path = folder / f"timeline-{name}-{theme}.png"
+            figure.savefig(path)
+            print(path)
+    for name, timeline in {**ways, **scenes}.items():
+        print(f"{name}: {timeline.summary().headline()}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "images")
-    folder: Path = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    asyncio.run(draw(folder))
+    parser.add_argument("--device", default="auto", help="cpu or cuda:0; by default a card where there is one")
+    parser.add_argument("--shape", choices=list(gpu_models.SHAPES), help="random weights of this shape")
+    args = parser.parse_args()
+    device = args.device
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    on_card = device.startswith("cuda")
+    play = Play(device, args.shape, *((160, 2_000, 0.05) if on_card else (40, 300, 0.2)))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    asyncio.run(draw(play, args.folder))
 
 
 if __name__ == "__main__":
