@@ -1,4 +1,4 @@
-"""The user's cells: whether one runs now, and their spans for timelines."""
+"""The user's cells: whether one runs now; their spans, and those of widgets' callbacks, for timelines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from interactive_infer.notebook.sync import warn_if_cells_get_lost
@@ -39,8 +41,13 @@ class Cells:
         return self._assumed is not None or bool(self._open.get(self._main))
 
     def record(self, recorder: Recorder) -> None:
-        """Give it a Phase.CELL span for each cell from the running one on; `ref` is the execution count."""
+        """Give it a Phase.CELL span for each cell from the running one on; `ref` is the execution count. And a
+        Phase.CALLBACK span for each callback that `called` hears of."""
         self._recorders.add(recorder)
+
+    def called(self, name: str, start_ns: int, end_ns: int) -> None:
+        """A widget's callback has run on the loop, which all engines share."""
+        self._record(Phase.CALLBACK, start_ns, end_ns, name=name)
 
     def _begins(self, _: object) -> None:
         warn_if_cells_get_lost()
@@ -61,9 +68,11 @@ class Cells:
             cell, self._assumed = self._assumed, None
         else:
             return
-        now = time.perf_counter_ns()
+        self._record(Phase.CELL, cell[0], time.perf_counter_ns(), cell[1])
+
+    def _record(self, *span: Any, **more: Any) -> None:
         for recorder in tuple(self._recorders):
-            recorder.record(Phase.CELL, cell[0], now, cell[1])
+            recorder.record(*span, **more)
 
 
 _of_shells: weakref.WeakKeyDictionary[Any, Cells] = weakref.WeakKeyDictionary()
@@ -79,10 +88,25 @@ def cells_of(shell: Any) -> Cells:
 
 def record_cells(recorder: Recorder) -> None:
     """Put the user's cells on a timeline, from the running one on. Outside IPython: nothing. From any thread."""
+    if (cells := _here()) is not None:
+        cells.record(recorder)
+
+
+@contextmanager
+def recorded_callback(name: str) -> Iterator[None]:
+    """Put the block on the timelines that have the cells, as a widget's callback. Outside IPython: nothing."""
+    start_ns = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        if (cells := _here()) is not None:
+            cells.called(name, start_ns, time.perf_counter_ns())
+
+
+def _here() -> Cells | None:
     if "IPython" not in sys.modules:
-        return
+        return None
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    if shell is not None:
-        cells_of(shell).record(recorder)
+    return None if shell is None else cells_of(shell)

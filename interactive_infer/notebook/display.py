@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +34,7 @@ _PRE = (
 )
 # Of all views together: a message takes the loop up to 0.25 ms, and Jupyter's server drops what a kernel publishes
 # beyond 1,000 messages a second; other things publish too.
-_MESSAGES_PER_SECOND = 200.0
+_MESSAGES_PER_SECOND = 160.0
 # A timer that is later than this does not fire because nobody runs the loop: `generate_sync` drives.
 _LATE_S = 0.01
 
@@ -69,6 +70,21 @@ def show(generation: Generation) -> None:
             update_display(bundle(generation), display_id=display_id, raw=True)
 
         on_driver(generation, Follower(generation, publish, rate=PLAIN_RATE).start)
+
+
+def continued(generation: Generation) -> Generation:
+    """What the live view of `generation` shows now: what its Continue button made last, else `generation` itself."""
+    while (after := _continued.get(generation)) is not None:
+        generation = after
+    return generation
+
+
+def goes_on(before: Generation, after: Generation) -> None:
+    """A view of `before` shows `after` from now on."""
+    _continued[before] = after
+
+
+_continued: weakref.WeakKeyDictionary[Generation, Generation] = weakref.WeakKeyDictionary()
 
 
 def bundle(generation: Generation) -> dict[str, str]:

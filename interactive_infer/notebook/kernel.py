@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.notebook.cells import cells_of
+from interactive_infer.notebook.cells import cells_of, recorded_callback
 
 Which = Literal["ours", "all", "off"]
 Frames = list[Any]
@@ -223,8 +223,11 @@ class LiveComms:
         kernel.set_parent(idents, message, channel="shell")
         kernel._publish_status("busy", "shell", message)
         try:
-            with _interruptible():
-                self._call(idents, message)
+            callback = self._callback(message)
+            # By the class of the widget; what is no widget by what it is.
+            name = "comm" if callback is None else type(getattr(callback, "__self__", callback)).__name__
+            with _interruptible(), recorded_callback(name):
+                self._call(idents, message, callback)
         except Exception:
             kernel.log.exception("Exception in a comm message's handler")
         except KeyboardInterrupt:
@@ -234,14 +237,16 @@ class LiveComms:
             kernel._publish_status("idle", "shell", message)
             kernel.set_parent(*before, channel="shell")
 
-    def _call(self, idents: Any, message: dict[str, Any]) -> None:
+    def _callback(self, message: dict[str, Any]) -> Any:
+        """What the message's comm calls; None where there is no such comm."""
+        comm = self._kernel.comm_manager.comms.get(message["content"].get("comm_id"))
+        return getattr(comm, "_msg_callback", None)
+
+    def _call(self, idents: Any, message: dict[str, Any], callback: Any) -> None:
         kernel, kind = self._kernel, message["header"]["msg_type"]
-        if kind == "comm_msg" and self._cells.running:
-            comm = kernel.comm_manager.comms.get(message["content"].get("comm_id"))
-            callback = getattr(comm, "_msg_callback", None)
-            if callback is not None:
-                callback(message)  # `comm.handle_msg` without its events
-                return
+        if kind == "comm_msg" and self._cells.running and callback is not None:
+            callback(message)  # `comm.handle_msg` without its events
+            return
         kernel.shell_handlers[kind](kernel.shell_stream, idents, message)
 
 

@@ -9,9 +9,9 @@ import importlib.util
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import nbformat
 import pytest
@@ -19,7 +19,7 @@ import pytest_asyncio
 from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.browser import chromium
-from tests.browser.lab import WAIT_MS, Lab, LabPage, running_lab
+from tests.browser.lab import WAIT_MS, FrontEnd, Lab, LabPage, running_lab
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -28,7 +28,9 @@ HERE = Path(__file__).parent
 
 _folders = itertools.count()
 
-OpenPage = Callable[[Path | list[str]], Awaitable[LabPage]]
+
+class OpenPage(Protocol):
+    def __call__(self, notebook: Path | list[str], front_end: FrontEnd = "lab") -> Awaitable[LabPage]: ...
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,8 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def chromium_path() -> Path:
     """Skips what cannot be run here; in CI that is a failure."""
-    if absent := [name for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]:
-        missing = f"{' and '.join(absent)} not installed: pip install -e '.[browser]'"
+    if absent := [name for name in ("playwright", "jupyterlab", "notebook") if importlib.util.find_spec(name) is None]:
+        missing = f"{', '.join(absent)} not installed: pip install -e '.[browser]'"
     elif found := chromium.find():
         return found
     else:
@@ -80,13 +82,14 @@ def expect(chromium_path: Path) -> Any:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def lab_page(lab: Lab, browser: Browser, request: pytest.FixtureRequest) -> AsyncIterator[OpenPage]:
-    """`await lab_page(Path or list of cell sources)` copies or writes the notebook and opens it.
+    """`await lab_page(Path or list of cell sources)` copies or writes the notebook and opens it, in JupyterLab unless
+    Notebook is named.
 
     A test that fails leaves a picture of each of its pages in build/browser/.
     """
     opened: list[LabPage] = []
 
-    async def open_page(notebook: Path | list[str]) -> LabPage:
+    async def open_page(notebook: Path | list[str], front_end: FrontEnd = "lab") -> LabPage:
         if isinstance(notebook, Path):
             content = nbformat.read(notebook, as_version=4)
         else:
@@ -97,7 +100,7 @@ async def lab_page(lab: Lab, browser: Browser, request: pytest.FixtureRequest) -
         (lab.folder / name).parent.mkdir()
         nbformat.write(content, lab.folder / name)
         page = await browser.new_page(viewport={"width": 1100, "height": 800}, reduced_motion="reduce")
-        opened.append(LabPage(page, lab, name))
+        opened.append(LabPage(page, lab, name, front_end))
         await opened[-1].open()
         return opened[-1]
 

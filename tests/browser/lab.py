@@ -1,4 +1,4 @@
-"""A JupyterLab of its own, and a notebook open in it.
+"""A JupyterLab of its own, and a notebook open in it or in Notebook 7, which the same server serves.
 
 The server has fresh folders for settings, workspaces and run-time files, and one kernel: this interpreter's. What a
 browser does with a cell is asked of JupyterLab's own objects (`window.jupyterapp`), never read off the screen's looks.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # where it is not installed these tests are skipped, and the others must still be collected
     from playwright.async_api import Dialog, Locator, Page, Request
@@ -27,6 +27,8 @@ START_S = 120.0
 """How long a server may take to come up, on a machine that is busy with other things."""
 WAIT_MS = 90_000.0
 """How long anything in a page may take, `expect` included. A page is as slow as its kernel."""
+FrontEnd = Literal["lab", "notebook"]
+"""JupyterLab, or Notebook 7, which is made of JupyterLab's parts."""
 
 _SETTINGS = {
     # Without an answer JupyterLab asks, over the notebook, whether it may fetch news.
@@ -49,15 +51,17 @@ class Lab:
     token: str
     folder: Path
 
-    def address(self, notebook: str) -> str:
+    def address(self, notebook: str, front_end: FrontEnd) -> str:
         """Where a notebook is open alone: in a workspace of its own, as Lab reopens what was open in a workspace."""
+        if front_end == "notebook":
+            return f"{self.url}notebooks/{notebook}?token={self.token}"
         workspace = re.sub(r"\W", "-", notebook)
         return f"{self.url}lab/workspaces/{workspace}/tree/{notebook}?token={self.token}"
 
 
 @contextmanager
 def running_lab(place: Path) -> Iterator[Lab]:
-    """Start JupyterLab under `place`; at the end it and its kernels are gone."""
+    """Start a server of JupyterLab and Notebook under `place`; at the end it and its kernels are gone."""
     folder, runtime, kernel = place / "notebooks", place / "runtime", place / "share" / "kernels" / "python3"
     for path in (folder, runtime, kernel):
         path.mkdir(parents=True)
@@ -90,6 +94,7 @@ def running_lab(place: Path) -> Iterator[Lab]:
         "--allow-root",
         f"--ServerApp.root_dir={folder}",
         "--LabApp.expose_app_in_browser=True",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
     ]
     log = place / "server.log"
     with log.open("w") as output:
@@ -132,6 +137,7 @@ class LabPage:
     page: Page
     lab: Lab
     name: str
+    front_end: FrontEnd = "lab"
     requests: list[str] = field(default_factory=list)
     """Every address that the page asked for."""
     dialogs: list[str] = field(default_factory=list)
@@ -158,7 +164,7 @@ class LabPage:
         return self.lab.folder / self.name
 
     async def open(self) -> None:
-        await self.page.goto(self.lab.address(self.name))
+        await self.page.goto(self.lab.address(self.name, self.front_end))
         await self._ready()
         await self._theme("Light")  # the server keeps what an earlier page chose
 

@@ -1,4 +1,4 @@
-"""notebooks/01_quickstart.ipynb in JupyterLab, as somebody who runs its cells sees it."""
+"""notebooks/01_quickstart.ipynb in JupyterLab and in Notebook 7, as somebody who runs its cells sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from tests.browser.conftest import OpenPage
-from tests.browser.lab import SCREENSHOTS, LabPage
+from tests.browser.lab import SCREENSHOTS, FrontEnd, LabPage
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
 
@@ -56,8 +56,12 @@ async def story_text(page: LabPage) -> str | None:
 
 
 @pytest.mark.slow
-async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(lab_page: OpenPage, expect: Any) -> None:
-    page = await lab_page(QUICKSTART)
+@pytest.mark.parametrize("front_end", ["lab", "notebook"])
+async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(
+    front_end: FrontEnd, lab_page: OpenPage, expect: Any
+) -> None:
+    page = await lab_page(QUICKSTART, front_end)
+    name = "quickstart" if front_end == "lab" else "quickstart-notebook"
     await page.run_cells(LOAD, HEARTBEAT)
 
     # The stream's cell has ended; its text grows while the next cells compute and await.
@@ -65,7 +69,7 @@ async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(lab_p
     for index in (STORY, COMPUTE, AWAIT):
         await page.run_cell(index)
     await page.page.wait_for_function("() => window.seen.at(-1)?.length > 200")
-    await page.screenshot("quickstart-live")
+    await page.screenshot(f"{name}-live")
     await page.finished(AWAIT)
     seen = await page.evaluate("return window.seen")
     lengths = [look["length"] for look in seen if look["waiting"]]
@@ -79,14 +83,14 @@ async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(lab_p
     story = saved["data"]["text/plain"]
     assert len(story) >= max(lengths)
     assert (await page.printed(AWAIT)).startswith(story)
-    await page.screenshot("quickstart-story")
+    await page.screenshot(f"{name}-story")
 
     for index in (ITERATE, SEVERAL, CANCEL, CHAT, BRANCH, SYNC, TIMELINE, SUMMARY, CLOSE):
         await page.run_cell(index)
     await page.finished(CLOSE)
     for index in (SEVERAL, CANCEL, BRANCH):
         await page.show_cell(index)
-        await page.screenshot(f"quickstart-cell-{index}")
+        await page.screenshot(f"{name}-cell-{index}")
     assert await page.output(SEVERAL).locator(".token-view").count() == 3
     await expect(page.output(CANCEL)).to_contain_text("cancelled")
 
@@ -95,7 +99,7 @@ async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(lab_p
     picture = await figure.evaluate(PICTURE)
     assert picture["width"] >= 600 and picture["height"] >= 200
     assert 0.01 < picture["drawn"] < 0.9
-    await page.screenshot("quickstart-timeline")
+    await page.screenshot(f"{name}-timeline")
     (shown,) = (o["data"]["image/png"] for o in await page.outputs(TIMELINE) if "image/png" in o.get("data", {}))
     (SCREENSHOTS / "timeline.png").write_bytes(base64.b64decode(shown))
 
@@ -108,7 +112,7 @@ async def test_it_streams_while_a_cell_awaits_and_reads_well_when_reopened(lab_p
     await expect(page.output(STORY)).to_contain_text("120 tokens")
     await expect(page.output(TIMELINE).locator("img")).to_be_attached()
     await page.show_cell(STORY)
-    await page.screenshot("quickstart-reopened")
+    await page.screenshot(f"{name}-reopened")
     await page.dark()
-    await page.screenshot("quickstart-reopened-dark")
+    await page.screenshot(f"{name}-reopened-dark")
     assert page.dialogs == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import OpenPage
-from tests.browser.lab import LabPage
+from tests.browser.lab import FrontEnd, LabPage
 
 LOAD = """
 import torch
@@ -39,9 +39,12 @@ async def state(page: LabPage, index: int, expect: Any, *states: str) -> None:
     await expect(view).to_have_attribute("data-state", re.compile("|".join(states)))
 
 
+@pytest.mark.parametrize("front_end", ["lab", "notebook"])
 @pytest.mark.parametrize("key", [None, "Enter"], ids=["mouse", "keyboard"])
-async def test_buttons_act_while_a_cell_awaits(key: str | None, lab_page: OpenPage, expect: Any) -> None:
-    page = await lab_page([LOAD, START, AWAIT])
+async def test_buttons_act_while_a_cell_awaits(
+    key: str | None, front_end: FrontEnd, lab_page: OpenPage, expect: Any
+) -> None:
+    page = await lab_page([LOAD, START, AWAIT], front_end)
     await page.run_cells(0, 1)
     await page.run_cell(2)
     await state(page, 1, expect, "running")
@@ -85,6 +88,7 @@ async def test_a_token_explains_itself_by_mouse_and_by_keyboard(lab_page: OpenPa
     await expect(detail).to_contain_text(f"Token {first} of 60")
     await expect(detail).to_contain_text("rank")  # it came with the first hover
     await expect(detail).to_contain_text("ms after the one before")
+    await expect(detail).to_contain_text(re.compile(r"step \d+: decode of 1 text, [\d.]+ .s"))
     await expect(detail.locator("li")).to_have_count(5)
     await out.locator(".lines").focus()
     for key, token in (("ArrowRight", first + 1), ("End", 60), ("ArrowLeft", 59), ("Home", 1), ("ArrowDown", 11)):

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from interactive_infer.notebook.display import Follower
 from tests.notebook.kernels import VERSIONS, Kernel, kernel_spec, running_kernel
+
+
+@pytest.fixture(autouse=True)
+def no_open_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tests before: all views share a rate."""
+    monkeypatch.setattr(Follower, "open_views", 0)
 
 
 @pytest.fixture(params=["7.4.0", "6.31.0"], ids=["ipykernel7", "ipykernel6"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from interactive_infer.core.output import Output
 from interactive_infer.generation import Generation
 from interactive_infer.sampling import SamplingParams
-from interactive_infer.timeline.recorder import Recorder
+from interactive_infer.timeline import Timeline
 
 
 class Words:
@@ -48,7 +48,7 @@ class FakeEngine:
     closed = False
 
     def __init__(self) -> None:
-        self.timeline = SimpleNamespace(recorder=Recorder())
+        self.timeline = Timeline()
         self._steps = FakeSteps()
 
 

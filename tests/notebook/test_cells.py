@@ -89,6 +89,16 @@ def test_cells_of_several_threads_do_not_end_each_other() -> None:
     assert len(spans(recorder)) == 2 and not cells.running
 
 
+def test_a_callback_is_a_span_with_the_widgets_name() -> None:
+    shell, recorder = Shell(), Recorder()
+    cells = Cells(shell)
+    cells.record(recorder)
+    cells.called("Button", 10, 30)
+    held = recorder.snapshot()
+    assert held.spans[["start", "end", "phase"]].tolist() == [(10, 30, Phase.CALLBACK)]
+    assert list(held.names) == ["Button"]
+
+
 def test_a_recorder_is_not_kept() -> None:
     shell, recorder = Shell(), Recorder()
     cells = Cells(shell)
@@ -116,7 +126,11 @@ def test_cells_in_a_kernel(kernel: Kernel) -> None:
     kernel.interrupt()
     failing = kernel.start("1 / 0")
     kernel.finish(interrupted, failing, kernel.set(slider, value=5))
-    recorded = kernel.value("[recorder.snapshot().spans[key].tolist() for key in ('ref', 'start', 'end')]")
+    kernel.run("from interactive_infer.timeline import Phase\nheld = recorder.snapshot()")
+    assert kernel.value("held.names[held.spans['phase'] == Phase.CALLBACK].tolist()") == ["IntSlider"] * 3
+    recorded = kernel.value(
+        "[held.spans[held.spans['phase'] == Phase.CELL][key].tolist() for key in ('ref', 'start', 'end')]"
+    )
     first = kernel.value("first")
     # Those that began before this one: the first, the slider's id, the three, the look at the spans.
     assert recorded[0][:5] == [first + n for n in range(5)]

@@ -83,6 +83,63 @@ def test_a_users_button_that_is_kept_live(kernel: Kernel, button: str) -> None:
     assert all(kernel.value("threads"))
 
 
+# A widget of ours whose callbacks are loud and slow.
+LOUD = """
+from interactive_infer.notebook.widgets.panel import Panel
+
+class Loud(Panel):
+    def hear(self, message):
+        print(message["say"])
+        time.sleep(0.2)
+        assert not message["fail"], message["say"]
+
+    def static(self):
+        return "", ""
+
+loud = Loud(asyncio.get_running_loop())
+"""
+HOSTILE = "<script>window.ran = 1</script>\x1b[31m"
+
+
+@pytest.mark.notebook
+def test_what_our_callbacks_print_and_raise_comes_to_their_widget(kernel: Kernel, button: str) -> None:
+    kernel.run(LOUD)
+    loud = str(kernel.value("loud.model_id"))
+
+    def shown() -> list[object]:
+        told = [m["content"]["data"] for m in kernel.heard if m["msg_type"] == "comm_msg"]
+        states = [data["state"]["printed"] for data in told if data.get("state", {}).get("printed")]
+        return states + [data["content"]["error"] for data in told if "error" in data.get("content", ())]
+
+    for route in [None] if kernel.series < 7 else [None, kernel.subshell()]:
+        kernel.heard.clear()
+        cell = kernel.start(AWAITING)
+        kernel.await_print(cell, "awaiting")
+        said = kernel.comm(loud, {"method": "custom", "content": {"say": HOSTILE, "fail": True}}, route)
+        kernel.until(lambda: len(shown()) == 2, "what was said and raised")
+        kernel.interrupt()
+        kernel.finish(cell)
+        assert shown() == [f"{HOSTILE}\n", f"AssertionError: {HOSTILE}"]
+        assert not kernel.printed(said) and not kernel.printed(said, "stderr")
+        assert kernel.printed(cell) == "awaiting\n"
+        kernel.run("loud.printed = ''")
+
+
+@pytest.mark.notebook
+def test_a_slow_callback_is_what_a_bubble_is_put_down_to(kernel: Kernel, button: str) -> None:
+    kernel.run(LOUD + "engine.timeline.clear()\nkeep_live(button)\nclicked = lambda: time.sleep(0.2)")
+    loud = str(kernel.value("loud.model_id"))
+    cell = kernel.start(AWAITING)
+    kernel.await_print(cell, "awaiting")
+    kernel.finish(kernel.click(button))
+    kernel.comm(loud, {"method": "custom", "content": {"say": "slow", "fail": False}})
+    kernel.until(lambda: any("slow" in str(m["content"]) for m in kernel.heard if m["msg_type"] == "comm_msg"), "it")
+    kernel.interrupt()
+    kernel.finish(cell)
+    causes = kernel.value("list(engine.timeline.summary().causes)")
+    assert {"callback: Button", "callback: Loud"} <= set(causes[:3]), causes
+
+
 @pytest.mark.notebook
 def test_an_interrupt_cancels_the_awaited_generation_alone(kernel: Kernel, button: str) -> None:
     kernel.run("other = begin()\nawait under_way(other)")

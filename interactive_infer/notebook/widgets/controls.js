@@ -2,7 +2,7 @@
 export default () => {
   const forms = new Set();
   const errors = new Set();
-  let model = null;
+  let model = null, commons, places;
 
   function makeRoot() {
     const root = rootOf("controls");
@@ -20,6 +20,7 @@ export default () => {
     };
     form.end();
     root.append(heading, form.node, form.problem, error.node, end);
+    commons.add(root);
     // What is saved is brought up to date when nobody is at it: a new output takes the focus away.
     let dirty = false;
     root.addEventListener("input", () => { dirty = true; });
@@ -37,6 +38,7 @@ export default () => {
   return {
     initialize({ model: ours }) {
       model = ours;
+      commons = commonsOf(model);
       const fill = () => {
         for (const form of forms) { form.accept(); form.set(model.get("values")); }
       };
@@ -49,9 +51,10 @@ export default () => {
       model.on("change:values", fill);
       model.on("change:ended", end);
       model.on("msg:custom", hear);
-      const leave = hydrate(model.get("mark"), makeRoot);
+      places = hydrate(model.get("mark"), makeRoot);
       return () => {
-        leave();
+        places.leave();
+        commons.stop();
         model.off("change:values", fill);
         model.off("change:ended", end);
         model.off("msg:custom", hear);
@@ -59,7 +62,7 @@ export default () => {
       };
     },
     render({ el }) {
-      el.append(makeRoot());
+      el.append(places.root());
     },
   };
 };

@@ -5,7 +5,7 @@ const WIDTH = 260, HEIGHT = 36;
 export default () => {
   const pages = new Set();
   const history = new Map();
-  let rows = null, closed = false, sight, model;
+  let rows = null, closed = false, sight, commons, places, model;
 
   function draw(page) {
     if (rows === null) return;
@@ -60,6 +60,7 @@ export default () => {
       root.append(label, svg);
     }
     root.append(page.end, error.node);
+    commons.add(root);
     pages.add(page);
     sight.add(root);
     draw(page);
@@ -70,6 +71,7 @@ export default () => {
   return {
     initialize({ model: ours }) {
       model = ours;
+      commons = commonsOf(model);
       sight = watchVisibility((visible) => model.send({ visible }));
       const hear = (message) => {
         if ("error" in message) for (const page of pages) page.error.show(message.error);
@@ -86,15 +88,16 @@ export default () => {
         for (const page of pages) draw(page);
       };
       model.on("msg:custom", hear);
-      const leave = hydrate(model.get("mark"), makeRoot);
+      places = hydrate(model.get("mark"), makeRoot);
       return () => {
-        leave();
+        places.leave();
         sight.stop();
+        commons.stop();
         model.off("msg:custom", hear);
       };
     },
     render({ el }) {
-      el.append(makeRoot());
+      el.append(places.root());
     },
   };
 };

@@ -110,7 +110,7 @@ class Monitor(Panel):
         super().__init__(loop if loop is not None else asyncio.get_running_loop())
         self._engine = weakref.ref(engine)
         self.title = sound(engine.name)
-        self.device = engine.timeline.device
+        self.device = sound(engine.timeline.device)
         self._timer: asyncio.TimerHandle | None = None
         self._last = look_at(engine)
 
@@ -120,6 +120,7 @@ class Monitor(Panel):
         elif message.get("visible") is False and self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self.renew()  # while nobody looks: a new output is drawn anew
 
     def _tick(self) -> None:
         self._timer = None
@@ -131,7 +132,7 @@ class Monitor(Panel):
         self._last = look_at(engine)
         self.tell({"figures": self._rows()})
         assert self.loop is not None
-        self._timer = self.loop.call_later(PERIOD_S, self._tick, context=contextvars.Context())
+        self._timer = self.loop.call_later(PERIOD_S, self.attend, self._tick, context=contextvars.Context())
 
     def _rows(self) -> list[list[Any]]:
         """Name, value in words, the value as a number (None: there is none), and its most if it has one."""

@@ -37,22 +37,98 @@ function errorLine() {
   return { node, show(message) { text.textContent = shown(message); node.hidden = false; } };
 }
 
-// Take the place of every element with the class `mark`. A page whose element was replaced moves to the new one.
+// What every widget has beside its own: what its callbacks printed, on each of its pages, and its output's upkeep.
+// `cutOff` is called when the kernel may be gone.
+function commonsOf(model, cutOff = () => {}) {
+  const areas = new Set();
+  const fill = () => {
+    const printed = model.get("printed");
+    for (const { node, text } of areas) {
+      text.textContent = shown(printed);
+      node.hidden = printed === "";
+    }
+  };
+  const hear = (message) => { if ("output" in message) setOutput(model, () => message.output); };
+  model.on("change:printed", fill);
+  model.on("msg:custom", hear);
+  model.on("comm_live_update", cutOff); // it was restarted, or died
+  const session = model.widget_manager?.context?.sessionContext; // JupyterLab's and Notebook's
+  session?.kernelChanged?.connect(cutOff); // it was shut down
+  model.send({ here: true });
+  return {
+    add(root) {
+      const text = make("pre", { tabIndex: 0, role: "log", "aria-label": "printed by this widget's callbacks" });
+      const node = make("div", { className: "printed", hidden: true });
+      node.append(text, button("Dismiss", () => { node.hidden = true; model.send({ dismiss: true }); }));
+      areas.add({ node, text });
+      root.append(node);
+      fill();
+    },
+    stop() {
+      model.off("change:printed", fill);
+      model.off("msg:custom", hear);
+      model.off("comm_live_update", cutOff);
+      session?.kernelChanged?.disconnect(cutOff);
+    },
+  };
+}
+
+// Put `renewed(its HTML now)` into the notebook's outputs that hold this widget. A page that was reloaded no longer
+// knows which display of the kernel's an output was, and drops its updates. Only JupyterLab and Notebook let a widget
+// at the notebook.
+function setOutput(model, renewed) {
+  const mark = model.get("mark");
+  for (const { outputs } of model.widget_manager?.context?.model?.cells ?? []) {
+    for (let index = 0; index < (outputs?.length ?? 0); index++) {
+      const output = outputs.get(index).toJSON();
+      const html = [output.data?.["text/html"] ?? ""].flat().join("");
+      if (!html.includes(mark)) continue;
+      const data = renewed(html);
+      const isStale = html !== data["text/html"] || Object.keys(output.data).length !== Object.keys(data).length;
+      if (isStale) outputs.set(index, { ...output, data });
+    }
+  }
+}
+
+// Take the place of every element with the class `mark`. A page whose element was replaced moves to the new one, and is
+// told by the event "moved". `root()` is a page for elsewhere. `hold()`, before a replacement: the focus moves too.
 function hydrate(mark, makeRoot) {
   const found = document.getElementsByClassName(mark); // kept up to date by the browser
-  const roots = [];
+  const roots = new Map(); // and whether each has been in the document
+  let held = null;
+  function root() {
+    const root = makeRoot();
+    roots.set(root, false);
+    return root;
+  }
   function look() {
     for (const place of found) {
       if (place.dataset.interactiveInferLive) continue;
       place.dataset.interactiveInferLive = "yes";
-      let root = roots.find((root) => !root.isConnected);
-      if (root === undefined) roots.push((root = makeRoot()));
-      place.replaceChildren(root);
+      const [free] = [...roots].find(([root, was]) => was && !root.isConnected) ?? [root()];
+      place.replaceChildren(free);
+      free.dispatchEvent(new Event("moved"));
+      if (free.contains(held)) {
+        held.focus({ preventScroll: true });
+        held = null;
+      }
     }
+    note();
+  }
+  function note() {
+    for (const root of roots.keys()) if (root.isConnected) roots.set(root, true);
   }
   look();
   const timer = setInterval(look, 200);
-  return () => clearInterval(timer);
+  return {
+    root,
+    hold() {
+      note();
+      held = document.activeElement;
+      for (const ms of [0, 20, 50, 100]) setTimeout(look, ms); // rather than in the course of things
+    },
+    leave: () => clearInterval(timer),
+  };
 }
 
 // Calls `tell(visible)` when the last of `roots` goes out of sight for a while, or one comes back into it.

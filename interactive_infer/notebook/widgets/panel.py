@@ -7,7 +7,8 @@ import contextvars
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import anywidget
 import traitlets
 
 from interactive_infer.notebook import kernel
+from interactive_infer.notebook.cells import recorded_callback
 from interactive_infer.notebook.hostile import markup, sound
+from interactive_infer.notebook.widgets.prints import KEPT, prints_caught, step_by_step
 
 _log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
+_ERROR_KEPT = 2_000
 
 Message = dict[str, Any]
 
@@ -39,12 +43,15 @@ class Panel(anywidget.AnyWidget):
     - Messages from the front end arrive on any thread. Each is handed to `loop`, where `hear` is called with it (None
       or a closed loop: where it arrives).
     - `{"visible": false}` is heard only where `{"visible": true}` would be while a cell awaits.
-    - What `hear`, or a task of `spawn`, raises is shown in the widget.
+    - What `hear`, a callback of `on_loop` or a task of `spawn` raises or prints is shown in the widget, as text (it
+      belongs to no cell, so a front end would put it into its log). How long it held the loop is on the timeline.
     """
 
     _css = _HERE / "panel.css"
 
     mark = traitlets.Unicode("").tag(sync=True)
+    printed = traitlets.Unicode("").tag(sync=True)
+    """The last of what callbacks printed, until somebody dismisses it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(mark=f"interactive-infer-live-{uuid.uuid4().hex}")
@@ -52,6 +59,7 @@ class Panel(anywidget.AnyWidget):
         self.display_id = uuid.uuid4().hex
         kernel.keep_live(self)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pages = 0  # that have made themselves known; more than one: a page was reloaded, or there are two
         self.on_msg(self._arrived)
 
     @property
@@ -62,6 +70,11 @@ class Panel(anywidget.AnyWidget):
     def hear(self, message: Message) -> None:
         """A message from the front end, on the loop."""
         raise NotImplementedError
+
+    @property
+    def settled(self) -> bool:
+        """Whether the output is plain HTML, which the front end takes the place of."""
+        return True
 
     def static(self) -> tuple[str, str]:
         """What there is to read now: as HTML, safe to insert, and as plain text."""
@@ -74,7 +87,7 @@ class Panel(anywidget.AnyWidget):
     def fail(self, error: BaseException) -> None:
         """Show an error in the widget."""
         _log.debug("shown in a widget", exc_info=error)
-        self.tell({"error": sound(f"{type(error).__name__}: {error}")})
+        self.tell({"error": sound(f"{type(error).__name__}: {error}"[:_ERROR_KEPT])})
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` as a task that belongs to no cell and no message."""
@@ -85,9 +98,29 @@ class Panel(anywidget.AnyWidget):
 
     async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work
+            await step_by_step(work, self._attended)
         except Exception as error:
             self.fail(error)
+
+    def attend(self, callback: Callable[[], None]) -> None:
+        """Call it now; what it prints and raises is shown in the widget."""
+        with self._attended():
+            try:
+                callback()
+            except Exception as error:
+                self.fail(error)
+
+    @contextmanager
+    def _attended(self) -> Iterator[None]:
+        with recorded_callback(type(self).__name__), prints_caught(self._show_printed):
+            yield
+
+    def _show_printed(self, text: str) -> None:
+        if self.comm is None:  # it is closed, and shows nothing any more
+            sys.stdout.write(text)
+            return
+        printed = self.printed + sound(text)
+        self.printed = printed if len(printed) <= KEPT else f"…{printed[-KEPT:]}"
 
     # -- output ------------------------------------------------------------------------------------------------
 
@@ -123,6 +156,8 @@ class Panel(anywidget.AnyWidget):
         from IPython.display import update_display
 
         update_display(self.bundle(), raw=True, display_id=self.display_id)
+        if self._pages > 1:  # which has never heard of the display, and sets its output itself
+            self.tell({"output": self.bundle()})
 
     def _ipython_display_(self) -> None:
         self.show()
@@ -131,25 +166,26 @@ class Panel(anywidget.AnyWidget):
 
     def _arrived(self, _: Panel, content: object, __: object) -> None:
         if isinstance(content, dict):
-            self.on_loop(partial(self._hear, content))
+            self.on_loop(partial(self._answer, content))
 
     def on_loop(self, callback: Callable[[], None]) -> None:
-        """Call it on the loop, soon."""
+        """`attend` to it on the loop, soon."""
         if self.loop is None or self.loop.is_closed():
-            callback()
+            self.attend(callback)
         else:
-            self.loop.call_soon_threadsafe(callback, context=contextvars.Context())
+            self.loop.call_soon_threadsafe(self.attend, callback, context=contextvars.Context())
 
-    def _hear(self, content: Message) -> None:
-        try:
-            if content.get("renew") is True:
-                self.renew()
-            elif content.get("visible") is False and not self.answers_at_once:
-                pass
-            else:
-                self.hear(content)
-        except Exception as error:
-            self.fail(error)
+    def _answer(self, content: Message) -> None:
+        if content.get("renew") is True:
+            self.renew()
+        elif content.get("here") is True:
+            self._pages += 1
+            if self._pages > 1 and self.settled:  # the notebook's file may be from before that
+                self.tell({"output": self.bundle()})
+        elif content.get("dismiss") is True:
+            self.printed = ""
+        elif content.get("visible") is not False or self.answers_at_once:
+            self.hear(content)
 
 
 def table(rows: list[tuple[str, str]], caption: str) -> str:

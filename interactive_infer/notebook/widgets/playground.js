@@ -2,7 +2,7 @@
 export default () => {
   const boards = new Set();
   const streams = new Map(); // of the run that is shown, by key
-  let model, sight;
+  let model, sight, commons, places;
   let run = null; // the number of the run that is shown
   let running = false;
   let chatting = false;
@@ -183,12 +183,14 @@ export default () => {
     const board = new Board();
     boards.add(board);
     sight.add(board.root);
+    commons.add(board.root);
     return board.root;
   }
 
   return {
     initialize({ model: ours }) {
       model = ours;
+      commons = commonsOf(model);
       sight = watchVisibility((visible) => {
         for (const stream of streams.values()) stream.send({ visible });
       });
@@ -196,17 +198,18 @@ export default () => {
       model.on("msg:custom", hear);
       model.on("change:history", remember);
       model.send({ hello: true });
-      const leave = hydrate(model.get("mark"), makeRoot);
+      places = hydrate(model.get("mark"), makeRoot);
       return () => {
-        leave();
+        places.leave();
         sight.stop();
+        commons.stop();
         model.off("msg:custom", hear);
         model.off("change:history", remember);
         for (const stream of streams.values()) stream.stop();
       };
     },
     render({ el }) {
-      el.append(makeRoot());
+      el.append(places.root());
     },
   };
 };

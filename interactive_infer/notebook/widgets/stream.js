@@ -7,22 +7,33 @@ const HOVER_MS = 60;
 // What has arrived. It is kept for every page, also those that come later.
 class TokenStream {
   constructor(send) {
-    this.send = send;
+    this.send = (message) => { if (!this.gone) send(message); };
     this.pages = new Set();
     this.texts = [];
     this.micros = [];
     this.logprobs = [];
     this.details = new Map();
+    this.steps = new Map(); // of a token, the step that made it, in words
     this.run = 0;
     this.count = 0; // how many tokens there are known to be
     this.status = "";
     this.state = "waiting";
+    this.gone = false;
     this.timer = null;
   }
   receive(message) {
+    if (this.gone) {
+      this.gone = false;
+      for (const page of this.pages) page.showState();
+    }
     if ("detail" in message) {
       this.details.set(message.detail, message);
       for (const page of this.pages) page.explain(message.detail);
+      return;
+    }
+    if ("made" in message) {
+      this.steps.set(message.made, message.step);
+      for (const page of this.pages) page.explain(message.made);
       return;
     }
     if (message.run < this.run) return;
@@ -54,6 +65,7 @@ class TokenStream {
     this.texts.length = this.micros.length = length;
     this.logprobs.length = Math.min(this.logprobs.length, length);
     this.details.clear();
+    this.steps.clear();
     for (const page of this.pages) page.startAgain();
   }
   ask() {
@@ -67,12 +79,21 @@ class TokenStream {
   stop() {
     clearTimeout(this.timer);
   }
+  // The kernel's side is gone: what is shown stays. Should it be heard again the buttons come back.
+  lose() {
+    this.gone = true;
+    for (const page of this.pages) page.rest();
+  }
+  get words() {
+    return this.gone && this.state !== "finished" ? `${this.status} · cut off: its kernel is gone` : this.status;
+  }
 }
 
 const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return `${value >= 0.1 || value === 0 ? value.toFixed(1) : value.toExponential(1)} %`;
 };
+const escaped = (text) => shown(text).replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const quoted = (text) => {
   const short = text.length > 60 ? `${text.slice(0, 60)}…` : text;
   return `“${shown(short).replaceAll("\n", "↵").replaceAll("\t", "⇥")}”`;
@@ -171,6 +192,10 @@ class Page {
     this.text.addEventListener("scroll", () => {
       const { scrollHeight, scrollTop, clientHeight } = this.text;
       this.atEnd = scrollHeight - scrollTop - clientHeight < 30;
+      this.top = scrollTop;
+    });
+    this.root.addEventListener("moved", () => { // which has lost the place in the text
+      this.text.scrollTop = this.atEnd ? this.text.scrollHeight : this.top;
     });
     this.text.addEventListener("pointerover", (event) => this.hovered(event));
     this.text.addEventListener("pointerleave", () => clearTimeout(this.hoverTimer));
@@ -242,20 +267,23 @@ class Page {
   // -- state
 
   showState() {
-    const { state, status } = this.stream;
-    if (this.status.textContent !== status) this.status.textContent = shown(status);
-    if (this.said.dataset.state === state) return;
-    if (this.said.dataset.state) this.said.textContent = state;
-    this.said.dataset.state = state;
+    const { state, gone } = this.stream;
+    const status = shown(this.stream.words);
+    if (this.status.textContent !== status) this.status.textContent = status;
+    const news = gone ? "its kernel is gone" : state;
+    if (this.said.dataset.news === news) return;
+    if (this.said.dataset.news) this.said.textContent = news;
+    this.said.dataset.news = news;
     const can = {
       pause: state === "waiting" || state === "running",
       resume: state === "paused",
       cancel: state !== "finished",
       continue: state === "finished",
     };
-    for (const [verb, node] of Object.entries(this.buttons)) enable(node, can[verb]);
+    for (const [verb, node] of Object.entries(this.buttons)) enable(node, !gone && can[verb]);
+    enable(this.shadeButton, !gone);
     this.root.dataset.state = state;
-    if (state === "finished" && this.shaded) this.stream.send({ shade: true });
+    if (state === "finished" && this.shaded && !gone) this.stream.send({ shade: true });
   }
   toggleShade() {
     this.shaded = !this.shaded;
@@ -320,7 +348,7 @@ class Page {
     const spans = chunk.spans(token);
     for (const span of spans) span.className = "selected";
     if (scroll && spans.length) spans[0].scrollIntoView({ block: "nearest" });
-    if (!this.stream.details.has(token)) this.stream.send({ detail: token });
+    if (!this.stream.details.has(token) || !this.stream.steps.has(token)) this.stream.send({ detail: token });
     this.explain(token);
   }
   explain(token) {
@@ -333,7 +361,7 @@ class Page {
     if (known?.rank != null) words.push(`rank ${known.rank}`);
     if (micros[token] != null)
       words.push(`${(micros[token] / 1000).toFixed(1)} ms ${token === 0 ? "from the call" : "after the one before"}`);
-    if (known === undefined) words.push("probability: asked for…");
+    if (known === undefined) words.push(`probability: ${this.stream.gone ? "its kernel is gone" : "asked for…"}`);
     else if (known.problem) words.push(known.problem);
     const head = make("div");
     head.append(make("bdi", { textContent: nameOf(texts[token] ?? "", known?.id ?? "") }), ` ${words.join(" · ")}`);
@@ -346,11 +374,11 @@ class Page {
       item.append(box, make("bdi", { textContent: nameOf(text, id) }), ` ${percent(logprob)}`);
       list.append(item);
     }
-    this.detail.replaceChildren(head, list);
+    const step = make("div", { textContent: this.stream.steps.get(token) ?? "" });
+    this.detail.replaceChildren(head, step, list);
   }
-  // The kernel's side is gone: what is shown stays.
-  retire() {
+  rest() {
     clearTimeout(this.hoverTimer);
-    for (const node of [...Object.values(this.buttons), this.shadeButton]) enable(node, false);
+    this.showState();
   }
 }

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from interactive_infer.notebook.display import WIDGET_RATE, Follower, Update, on_driver, status
+from interactive_infer.notebook.display import WIDGET_RATE, Follower, Update, goes_on, on_driver, status
 from interactive_infer.notebook.hostile import sound
 from interactive_infer.notebook.widgets.panel import Message
+from interactive_infer.timeline.analysis import duration
 
 if TYPE_CHECKING:
-    from interactive_infer.generation import Generation, Token
+    from interactive_infer.completion import Token
+    from interactive_infer.generation import Generation
+    from interactive_infer.timeline.steps import Step
 
 _TOKENS_A_MESSAGE = 1_000
 _ALTERNATIVES = 5
@@ -26,7 +29,8 @@ class Stream:
       of tokens n, n+1, …; how many microseconds each took (None: it was given, not drawn); that there are `c` by now.
       `logprobs` too, where they are known. Run r goes on from the first `k` tokens of run r-1.
     - `{"detail": i, "id": …, "logprob": …, "rank": …, "alternatives": [[id, text, logprob], …]}`: all about a token,
-      or `{"detail": i, "problem": "…"}`.
+      or `{"detail": i, "problem": "…"}`. And, when it has been looked up, `{"made": i, "step": "…"}`: the step that
+      drew it, in words; "" where none is on the timeline (any more).
     From it: `{"resend": n}` (it has n tokens and knows of more), `{"detail": i}`, `{"shade": true}` (it wants all
     logprobs), `{"do": "pause" | "resume" | "cancel" | "continue"}`, `{"visible": true | false}`.
 
@@ -56,6 +60,8 @@ class Stream:
         self._scoring = False
         self._wanted: set[int] = set()
         self._wants_all = False
+        self._looked_for: int | None = None
+        self._looking = False
         self._follower = Follower(generation, self._publish, rate=WIDGET_RATE)
 
     def start(self) -> None:
@@ -73,6 +79,7 @@ class Stream:
                 self._send(self.batch(start))
             case {"detail": int(index)} if 0 <= index < self._num_sent:
                 self._explain(index)
+                self._look_for_step(index)
             case {"shade": True}:
                 self._send_logprobs()
             case {"do": str(verb)} if verb in _VERBS:
@@ -128,10 +135,35 @@ class Stream:
             if after._output.piece(index) != before._output.piece(index):
                 break
             same += 1
+        goes_on(before, after)
         self.generation, self._run, self._keep, self._num_sent = after, self._run + 1, same, same
         self._scored, self._wanted = (), set()
         self._follower = Follower(after, self._publish, rate=WIDGET_RATE, first=same)
         self.start()
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _look_for_step(self, index: int) -> None:
+        """Of tokens that are asked for meanwhile, the last counts: somebody runs along the text."""
+        self._looked_for = index
+        if not self._looking:
+            self._looking = True
+            self._spawn(self._look_for_steps())
+
+    async def _look_for_steps(self) -> None:
+        try:
+            while (index := self._looked_for) is not None:
+                self._looked_for = None
+                generation = self.generation
+                engine = generation._engine_ref()
+                if engine is None:
+                    return
+                # The records of thousands of steps are gone through: not on the loop.
+                step = await asyncio.to_thread(engine.timeline.step_of, generation, index)
+                if generation is self.generation:  # else it was continued meanwhile
+                    self._send({"made": index, "step": "" if step is None else _in_words(step)})
+        finally:
+            self._looking = False
 
     # -- probabilities -----------------------------------------------------------------------------------------
 
@@ -215,3 +247,8 @@ class Stream:
     def _give_up(self, wanted: set[int], why: str) -> None:
         for index in sorted(wanted):
             self._send({"detail": index, "problem": sound(f"no probabilities: {why}")})
+
+
+def _in_words(step: Step) -> str:
+    texts = "1 text" if step.batch_size == 1 else f"{step.batch_size:,} texts"
+    return f"step {step.step_id:,}: {step.kind} of {texts}, {duration(step.duration_ns)}"

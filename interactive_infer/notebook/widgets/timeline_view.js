@@ -112,6 +112,10 @@ class Drawing {
     el.classList.add("interactive-infer-timeline-view");
     this.said = document.createElement("div");
     this.said.className = "said";
+    const device = document.createElement("bdi"); // somebody's own name
+    device.textContent = model.get("device");
+    this.figures = document.createElement("span");
+    this.said.append(device, this.figures);
     this.canvas = document.createElement("canvas");
     this.canvas.setAttribute("role", "img");
     el.append(this.said, this.canvas);
@@ -145,9 +149,9 @@ class Drawing {
     pen.font = `11px ${style.fontFamily}`;
     pen.textBaseline = "middle";
 
-    const text = (words, x, y) => {
+    const text = (words, x, y, most) => {
       pen.fillStyle = style.color;
-      pen.fillText(words, x, y);
+      pen.fillText(words, x, y, most);
     };
     const columns = (covered, row, color, base) => {
       pen.fillStyle = color;
@@ -173,7 +177,7 @@ class Drawing {
       columns(covered, 0, color, busy);
       for (let x = 0; x < pixels; x++) busy[x] = Math.min(busy[x] + covered[x], 1);
     });
-    text(this.model.get("device"), 0, ROW / 2);
+    text(this.model.get("device"), 0, ROW / 2, LABEL - 6);
     text(percent(mean(busy)), LABEL + pixels + 6, ROW / 2);
     lanes.forEach(([number, label], index) => {
       const covered = coverage(records.lanes.get(number) || [], t0, t1, pixels);
@@ -213,10 +217,10 @@ class Drawing {
       while_there_was += could[x];
       worked += Math.min(busy[x], could[x]);
     }
-    const words = [`${this.model.get("device")} busy ${percent(mean(busy))}`];
+    const words = [` busy ${percent(mean(busy))}`];
     if (while_there_was > 0) words.push(`${percent(worked / while_there_was)} while there was work`);
     words.push(`loop at most ${most.toFixed(1)} ms late`);
-    this.said.textContent = words.join(", ");
+    this.figures.textContent = words.join(", ");
     canvas.setAttribute("aria-label", this.said.textContent);
   }
 }

@@ -14,6 +14,8 @@ import traitlets
 from numpy.typing import NDArray
 
 from interactive_infer.errors import WrongLoopError
+from interactive_infer.notebook.hostile import sound
+from interactive_infer.notebook.kernel import keep_live
 from interactive_infer.timeline import Phase, Recorder, Timeline, Work
 
 _HERE = Path(__file__).parent
@@ -70,7 +72,8 @@ class TimelineView(anywidget.AnyWidget):
                 "the live view is kept up to date by the running event loop, and none runs here; use figure()"
             ) from None
         lanes = {str(_FIRST_PHASE + phase): label for phase, label in _SHOWN.items()}
-        super().__init__(seconds=float(seconds), device=timeline.device, lanes=lanes)
+        super().__init__(seconds=float(seconds), device=sound(timeline.device), lanes=lanes)
+        keep_live(self)
         self._recorder = weakref.ref(timeline.recorder)
         self._origin_ns = time.perf_counter_ns()
         self._heard_at = time.monotonic()

@@ -1,41 +1,62 @@
 // The text of one generation, with its buttons. One closure a model.
 export default () => {
-  let stream, sight;
+  let stream, sight, commons, places;
 
   function makeRoot() {
     const page = new Page(stream, { title: "generated text", verbs: ["pause", "resume", "cancel", "continue"] });
     stream.pages.add(page);
     sight.add(page.root);
+    commons.add(page.root);
     return page.root;
+  }
+
+  // The text so far as the output: of JupyterLab and Notebook, when somebody saves, or the kernel will write no end.
+  function writeDown(model) {
+    if (stream.state === "finished") return;
+    const text = stream.texts.join("");
+    const inside = /^(.*?<pre[^>]*>)[^<]*(<\/pre><div[^>]*>)[^<]*/s; // as display.py writes it; text has no "<" there
+    const fill = (_, before, between) => before + escaped(text) + between + escaped(stream.words);
+    places.hold();
+    setOutput(model, (html) => ({ "text/plain": text, "text/html": html.replace(inside, fill) }));
+  }
+  function cutOff(model) {
+    stream.lose();
+    writeDown(model);
   }
 
   return {
     initialize({ model }) {
       stream = new TokenStream((message) => model.send(message));
-      sight = watchVisibility((visible) => model.send({ visible }));
+      commons = commonsOf(model, () => cutOff(model));
+      sight = watchVisibility((visible) => stream.send({ visible }));
       const whole = () => {
         if ("run" in model.get("snapshot")) stream.receive(model.get("snapshot"));
       };
       const part = (message) => {
         if ("error" in message) for (const page of stream.pages) page.error.show(message.error);
-        else stream.receive(message);
+        else if (!("output" in message)) stream.receive(message);
       };
+      const saving = (_, state) => { if (state === "started") writeDown(model); };
+      const saved = model.widget_manager?.context?.saveState;
+      saved?.connect(saving);
       model.on("change:snapshot", whole);
       model.on("msg:custom", part);
       whole();
       stream.ask(); // for what came between the kernel's opening of this model and now
-      const leave = hydrate(model.get("mark"), makeRoot);
+      places = hydrate(model.get("mark"), makeRoot);
       return () => {
-        leave();
+        places.leave();
         stream.stop();
         sight.stop();
+        commons.stop();
+        saved?.disconnect(saving);
         model.off("change:snapshot", whole);
         model.off("msg:custom", part);
-        for (const page of stream.pages) page.retire();
+        stream.lose();
       };
     },
     render({ el }) {
-      el.append(makeRoot());
+      el.append(places.root());
     },
   };
 };

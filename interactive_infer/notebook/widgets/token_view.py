@@ -25,9 +25,9 @@ class TokenView(Panel):
     costs twice the text in all, shows a view that comes late what was before it, and heals an early loss where the
     kernel cannot answer (ipykernel 6 while a cell runs).
 
-    While it lasts the output holds the widget. With the end the output becomes the text as HTML, which the front end
-    takes the place of (see `Panel`). The views of the last 100 texts that ended stay usable; then the oldest is closed,
-    and what it shows stays.
+    While it lasts the output holds the widget. With the end, or when the notebook is saved, or the kernel goes, it
+    becomes the text as HTML, which the front end takes the place of (see `Panel`). The views of the last 100 texts that
+    ended stay usable; then the oldest is closed, and what it shows stays.
     """
 
     _esm = source("panel.js", "stream.js", "token_view.js")
@@ -54,6 +54,10 @@ class TokenView(Panel):
     def static(self) -> tuple[str, str]:
         text = bundle(self.stream.generation)
         return text["text/html"], text["text/plain"]
+
+    @property
+    def settled(self) -> bool:
+        return not self._live
 
     def hear(self, message: Message) -> None:
         self.stream.hear(message)

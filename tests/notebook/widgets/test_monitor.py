@@ -39,6 +39,7 @@ async def test_it_looks_only_while_somebody_looks_at_it(engine: Engine, wire: Ca
     await ui.until(lambda: len(ui.of("figures")) >= 3)
     ui.say(visible=False)
     await ui.until(lambda: ui.panel._timer is None)
+    assert ui.renewed == 1, "what is saved from now on"
     names = [row[0] for row in ui.of("figures")[0]["figures"]]
     assert names[:5] == ["running", "waiting", "paused", "KV pages in use", "tokens/s"]
 

@@ -29,7 +29,13 @@ async def settled(ui: Any, number: int) -> None:
 
 async def test_a_prompt_is_run_with_its_parameters_and_samples(engine: Engine, wire: Callable[..., Any]) -> None:
     ui = wire(engine.playground())
-    ui.say(run={"prompt": "a cat", "samples": 3, "params": {"max_tokens": 9, "temperature": 1.5, "stop": ""}})
+    ui.say(
+        run={
+            "prompt": "a cat",
+            "samples": 3,
+            "params": {"max_tokens": 9, "temperature": 1.5, "stop": "", "ignore_eos": True},
+        }
+    )
     await settled(ui, 1)
     (run,) = ui.panel.runs
     assert [len(one.token_ids) for one in run.generations] == [9] * 3

@@ -6,17 +6,21 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from interactive_infer import Alternative, Engine, Token
 from interactive_infer.errors import EngineClosedError
-from interactive_infer.generation import Alternative, Token
 from interactive_infer.notebook import widgets
-from interactive_infer.notebook.display import Follower
+from interactive_infer.notebook.display import Follower, continued
+from interactive_infer.notebook.widgets.panel import Panel
 from interactive_infer.notebook.widgets.token_view import TokenView
+from interactive_infer.timeline.analysis import duration
 from tests.notebook.fakes import Clock, Writer
+from tests.notebook.widgets.conftest import Wire
 
 SOURCES = Path(widgets.__file__).parent.glob("*.js")
 
@@ -32,6 +36,7 @@ class FrontEnd:
         self.tokens: list[str] = []
         self.logprobs: dict[int, float] = {}
         self.details: list[dict[str, Any]] = []
+        self.steps: dict[int, str] = {}
         self.errors: list[str] = []
         self.status, self.state, self.run = "", "", 0
         self.bytes = self.count = 0
@@ -55,6 +60,8 @@ class FrontEnd:
             self.errors.append(message["error"])
         elif "detail" in message:
             self.details.append(message)
+        elif "made" in message:
+            self.steps[message["made"]] = message["step"]
         else:
             self._receive_batch(message)
 
@@ -205,8 +212,10 @@ def test_continue_goes_on_in_the_same_view(monkeypatch: pytest.MonkeyPatch) -> N
     first.finish()
     second.write(2)  # what both share
     monkeypatch.setattr(first.generation, "continue_", lambda: second.generation, raising=False)
+    assert continued(first.generation) is first.generation
     front_end.say({"do": "continue"})
     assert front_end.view.stream.generation is second.generation
+    assert continued(first.generation) is second.generation
     second.write(2)
     second.finish()
     assert front_end.tokens == ["one ", "two ", "three ", "four"]
@@ -235,6 +244,45 @@ def test_a_kernel_that_would_not_hear_that_it_is_seen_again_does_not_hide_it(mon
     write_all(writer, front_end.clock, ["a "] * 60)
     front_end.clock.advance(1)
     assert len(front_end.tokens) == 60
+
+
+async def test_a_page_that_was_reloaded_gets_the_output_that_it_would_not_hear_of(
+    engine: Engine, wire: Callable[[Panel], Wire]
+) -> None:
+    gen = engine.generate("a cat", max_tokens=40, ignore_eos=True)
+    gen.pause()
+    page = wire(view := TokenView(gen))
+    view.stream.start()
+    page.say(here=True)
+    page.say(here=True)
+    await asyncio.sleep(0)
+    assert not page.of("output"), "it is live, and the output is the widget"
+    gen.resume()
+    await gen
+    await page.until(lambda: page.renewed)
+    page.say(here=True)
+    await page.until(lambda: page.of("output"))
+    assert set(page.of("output")[0]["output"]) == {"text/plain", "text/html"}
+    assert page.of("output")[0]["output"]["text/plain"] == gen.text
+
+
+async def test_a_first_page_hears_of_its_output_by_the_kernels_display(
+    engine: Engine, wire: Callable[[Panel], Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    displayed: list[object] = []
+    monkeypatch.setattr("IPython.display.update_display", lambda bundle, **_: displayed.append(bundle))
+    gen = engine.generate("a cat", max_tokens=4, ignore_eos=True)
+    await gen
+    panel = TokenView(gen)
+    page = wire(panel)
+    monkeypatch.setattr(panel, "renew", lambda: Panel.renew(panel), raising=False)
+    for pages in (1, 2):
+        page.say(here=True)
+        await page.until(lambda pages=pages: panel._pages == pages)
+        page.sent.clear()
+        page.say(renew=True)
+        await page.until(lambda pages=pages: len(displayed) == pages)
+        assert bool(page.of("output")) is (pages == 2)
 
 
 # -- probabilities -----------------------------------------------------------------------------------------------------
@@ -328,6 +376,51 @@ async def test_a_score_that_knows_less_than_was_asked_is_not_asked_for_again(mon
     front_end.say({"detail": 0})
     await turns(front_end)
     assert len(calls) == 1 and "problem" in front_end.details[0]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_token_leads_to_the_step_that_made_it(engine: Engine, wire: Callable[[Panel], Wire]) -> None:
+    one, other = engine.generate(["a cat", "a dog"], max_tokens=9, ignore_eos=True)
+    view = TokenView(one)
+    page = wire(view)
+    view.stream.start()
+    await asyncio.gather(one, other)
+    for index in (0, 5):
+        page.say(detail=index)
+        await page.until(lambda index=index: any(message["made"] == index for message in page.of("made")))
+    first, later = (engine.timeline.step_of(one, index) for index in (0, 5))
+    assert first is not None and later is not None
+    assert [(message["made"], message["step"]) for message in page.of("made")] == [
+        (0, f"step {first.step_id}: prefill of 2 texts, {duration(first.duration_ns)}"),
+        (5, f"step {later.step_id}: decode of 2 texts, {duration(later.duration_ns)}"),
+    ]
+
+    # A branch did not draw what it shares; and the records may have been cleared.
+    branch = one.branch(at=4)
+    await branch
+    page = wire(branched := TokenView(branch))
+    branched.stream.start()
+    page.say(detail=2)
+    await page.until(lambda: page.of("made"))
+    engine.timeline.clear()
+    page.say(detail=6)
+    await page.until(lambda: len(page.of("made")) == 2)
+    assert [(message["made"], message["step"]) for message in page.of("made")] == [(2, ""), (6, "")]
+
+
+async def test_of_many_tokens_asked_for_at_once_the_last_ones_step_is_looked_up(
+    engine: Engine, wire: Callable[[Panel], Wire]
+) -> None:
+    gen = engine.generate("a cat", max_tokens=40, ignore_eos=True)
+    page = wire(view := TokenView(gen))
+    view.stream.start()
+    await gen
+    for index in range(40):
+        page.say(detail=index)
+    await page.until(lambda: any(message["made"] == 39 for message in page.of("made")))
+    assert len(page.of("made")) <= 3
 
 
 def test_the_pages_insert_text_only_as_text() -> None:
