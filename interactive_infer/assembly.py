@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -106,9 +108,8 @@ class Parts:
         prepare: Callable[[Callable[[float], None]], None] | None
         if kind == "cuda":
             self._undo.append(_capturable_experts(self.model))
-        self.device, self.runner, prepare = self._on_device(
-            layers, shapes, max(num_pages, pages_for_check(self.page_size))
-        )
+        self.device: CPUDevice | CUDADevice
+        self.runner, prepare = self._on_device(layers, shapes, max(num_pages, pages_for_check(self.page_size)))
         self.parity_error = self._check()
         if prepare is not None:
             prepare(lambda done: progress("capturing", done))
@@ -122,19 +123,19 @@ class Parts:
 
     def _on_device(
         self, layers: dict[nn.Module, int], shapes: list[LayerShape], num_pages: int
-    ) -> tuple[CPUDevice | CUDADevice, StepRunner, Callable[[Callable[[float], None]], None] | None]:
-        """The device, the runner that suits it, and what that has to do before the first step, if anything."""
+    ) -> tuple[StepRunner, Callable[[Callable[[float], None]], None] | None]:
+        """The runner that suits the device, and what that has to do before the first step, if anything."""
         place = self.model.device
         device: CPUDevice | CUDADevice
         if _kind_of_device(self.model) == "cpu":
+            self.device = device = CPUDevice()
             decoder = self._fused(layers, "packed" if self.owned else "as they are")
             if isinstance(decoder, str) and self.owned:
                 self._undo.append(pack_linears(self.model))
-            device = CPUDevice()
         else:
             from interactive_infer.core.cuda import CUDADevice, missing_for_kernels
 
-            device = CUDADevice(place, self._waiting)
+            self.device = device = CUDADevice(place, self._waiting)
             missing = missing_for_kernels(place)
             if missing is None:
                 from interactive_infer.core.graph_runner import GraphRunner
@@ -156,7 +157,8 @@ class Parts:
                     steps_in_flight=self.steps_in_flight,
                     recorder=self.timeline.recorder,
                 )
-                return device, runner, runner.capture_all
+                self._undo.insert(-1, runner.close)  # after the device's end, and before the decoder's
+                return runner, runner.capture_all
             warnings.warn(
                 f"{missing}: attention gathers pages and steps are launched one kernel at a time, which is several "
                 "times slower than this card could be",
@@ -175,13 +177,14 @@ class Parts:
             max_batch_size=self.max_batch_size,
             vocab_size=self.vocab_size,
         )
-        return device, gathering, None
+        self._undo.insert(-1, gathering.close)
+        return gathering, None
 
     def _fused(self, attentions: dict[nn.Module, int], layout: Layout) -> FusedDecoder | str:
         """The model's fused forward, or why it has none."""
         decoder = fuse(self.model, attentions, max_length=self.max_length, layout=layout)
         if isinstance(decoder, FusedDecoder):
-            self._undo.append(decoder.undo)
+            self._undo.append(lambda: None if self.device.lost else decoder.undo())
         return decoder
 
     def _check(self) -> float:
@@ -234,13 +237,13 @@ class Parts:
     def close(self) -> int:
         """Stop the device's thread, give the model back to its owner, free the cache; returns the bytes freed."""
         freed = self.runner.cache_bytes + (self.weights_bytes if self.owned else 0)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
         place = self.device.torch_device
-        self.runner.close()
-        del self.model
-        _live.discard(self)
+        undo, self._undo = self._undo, []
+        try:
+            _undo_all(undo)
+        finally:
+            del self.model
+            _live.discard(self)
         if place.type == "cuda" and not self.device.lost:
             torch.cuda.synchronize(place)
             torch.cuda.empty_cache()
@@ -264,20 +267,31 @@ def assemble(
     try:
         parts = Parts(loaded, options=options, undo=undo, progress=progress)
     except BaseException as error:
-        for step in reversed(undo):
-            step()
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            raise _too_large(options.kv_cache_tokens, loaded.model, error) from error
-        raise
+        _undo_all(undo)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            raise
+        place = loaded.model.device
+        # Whoever keeps the error (IPython does) would keep the model, and the next try would find less room.
+        traceback.clear_frames(error.__traceback__)
+        del loaded, undo
+        raise _too_large(options.kv_cache_tokens, place, error) from error
     _live.add(parts)
     parts.timeline.recorder.record(Phase.LOAD, start, time.perf_counter_ns(), name=parts.name)
     progress("checking", 1.0)
     return parts
 
 
-def _too_large(tokens: int | None, model: PreTrainedModel, error: BaseException) -> InvalidRequestError:
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    """The last first, and all of them: what one raises is raised at the end."""
+    with contextlib.ExitStack() as stack:
+        for step in undo:
+            stack.callback(step)
+    undo.clear()
+
+
+def _too_large(tokens: int | None, place: torch.device, error: BaseException) -> InvalidRequestError:
     """What is said when there is no room for the engine: the numbers, who has the memory, what to change."""
-    place, why = model.device, str(error).split(". ")[0]
+    why = str(error).split(". ")[0]
     if place.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(place)

@@ -362,6 +362,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what was computed from the model's weights: to be called after they were changed."""
         self._check_open()
+        self._parts.device.follow_caller()  # on a card the change itself may still be under way
         self._steps.post(self._parts.weights_changed)
 
     def __repr__(self) -> str:

@@ -638,6 +638,27 @@ class TestFailures:
         handle.remove()
         assert caught
 
+    async def test_nan_pages_of_a_cancelled_text_harm_nobody(self, engine):
+        poison, inside, gate = 77, threading.Event(), threading.Event()
+
+        def hook(module, args, output):
+            inside.set()
+            gate.wait(10)
+            return output.masked_fill((args[0] == poison)[..., None], float("nan"))
+
+        handle = engine.model.get_input_embeddings().register_forward_hook(hook)
+        bad = ask(engine, [1, poison, 3])
+        while not inside.is_set():
+            await asyncio.sleep(0.001)
+        bad.cancel()
+        gate.set()
+        assert (await bad).finish_reason == "cancelled"
+        handle.remove()
+        sampling = {"logit_bias": {poison: -100}, "max_tokens": 3}
+        # As many as have every page of the cache in turn.
+        for first in range(2, 2 + engine.info().kv_cache_tokens // engine.info().page_size):
+            assert (await ask(engine, [first % 60 + 2, 5, 9], **sampling)).finish_reason == "length"
+
     async def test_nan_logits_fail_that_text_alone(self, engine):
         poison = 77
         embedding = engine.model.get_input_embeddings()

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -22,20 +23,25 @@ T = TypeVar("T")
 
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_lending = threading.Lock()
 
 
 def borrow_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream of one's own until `return_stream`.
 
     cuBLAS keeps 32 MB for each stream that it ever ran on, for good: engines that come and go take turns on few.
+    torch hands out 32 streams of each priority by turns (c10/cuda/CUDAStream.cpp), again and again: of the usual one
+    some would soon be side streams of somebody else's, so ours are of the high one.
     """
-    idle = _idle_streams.get(device)
-    return idle.pop() if idle else torch.cuda.Stream(device)
+    with _lending:
+        idle = _idle_streams.get(device)
+        return idle.pop() if idle else torch.cuda.Stream(device, priority=-1)
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:
     """Nothing of the borrower's is on it any more."""
-    _idle_streams.setdefault(stream.device, []).append(stream)
+    with _lending:
+        _idle_streams.setdefault(stream.device, []).append(stream)
 
 
 class CUDADevice:
@@ -49,15 +55,15 @@ class CUDADevice:
 
     def __init__(self, torch_device: torch.device, waiting: Waiting = "thread") -> None:
         self.torch_device = torch_device
-        self._waiting = waiting
         self.stream = borrow_stream(torch_device)
-        self.clock = DeviceClock(_recorder(torch_device))
+        self._clock_stream = borrow_stream(torch_device)
+        self.clock = DeviceClock(_recorder(self._clock_stream))
         self._closed = False
         self._lock = threading.Lock()
         self._num_queued = 0
         self._events: list[_Events] = []  # of work that is done, for the next
         self._thread = WorkThread(f"interactive_infer launch {torch_device}")
-        self._waiter = Waiter(f"interactive_infer waiter {torch_device}")
+        self._waiter = Waiter(f"interactive_infer waiter {torch_device}") if waiting == "thread" else None
 
     def submit(self, work: Callable[[], Callable[[], T]], *, here: bool = False) -> Completion[T]:
         """Call `work` with this device and stream current. It launches without waiting, and returns what reads its
@@ -66,7 +72,7 @@ class CUDADevice:
         The completion ends with what that function returns once everything launched is done, or with what `work`
         raised, or with a DeviceError if the card failed.
         """
-        completion: Completion[T] = Completion() if self._waiting == "thread" else _Polled()
+        completion: Completion[T] = Completion() if self._waiter is not None else _Polled()
         if self._closed:
             completion.set_exception(DeviceError("the device was closed"))
             return completion
@@ -88,12 +94,21 @@ class CUDADevice:
             return True
         return False
 
+    def follow_caller(self) -> None:
+        """What is submitted from now on runs after what the calling thread has launched on its current stream."""
+        try:
+            self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        except torch.AcceleratorError as error:
+            raise device_error(error) from error
+
     def close(self) -> None:
-        """End both threads, once what was submitted has been launched."""
+        """End its threads, once what was submitted has been launched."""
         self._closed = True
         self._thread.close()
-        self._waiter.close()
+        if self._waiter is not None:
+            self._waiter.close()
         return_stream(self.stream)
+        return_stream(self._clock_stream)
 
     def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
         try:
@@ -117,19 +132,21 @@ class CUDADevice:
             completion.set_exception(as_failure(error))
         else:
             interval = partial(_interval, self.clock, self._events, events)
-            if isinstance(completion, _Polled):
-                completion.poll(events[1], read, interval)
-            else:
+            if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)
+            elif isinstance(completion, _Polled):
+                completion.poll(events[1], read, interval)
 
 
 class _Polled(Completion[T]):
-    """Whoever looks asks the card: for `waiting="spin"` and `"block"`, where no thread waits. Cannot be awaited."""
+    """Whoever looks asks the card, one at a time: for `waiting="spin"` and `"block"`, where no thread waits. Cannot be
+    awaited."""
 
-    __slots__ = ("_event", "_interval", "_launched", "_read")
+    __slots__ = ("_asking", "_event", "_interval", "_launched", "_read")
 
     def __init__(self) -> None:
         super().__init__()
+        self._asking = threading.Lock()
         self._launched = False
 
     def poll(self, event: torch.cuda.Event, read: Callable[[], T], interval: Callable[[], tuple[int, int]]) -> None:
@@ -138,12 +155,16 @@ class _Polled(Completion[T]):
         self._launched = True
 
     def done(self) -> bool:
-        if not super().done() and self._launched:
+        # Found locked: another is asking, and whoever settles it may look again on the way.
+        if not super().done() and self._launched and self._asking.acquire(blocking=False):
             try:
-                if self._event.query():
-                    self.set_result(self._read(), **dict(zip(("start_ns", "end_ns"), self._interval(), strict=True)))
+                if not super().done() and self._event.query():
+                    value, (start_ns, end_ns) = self._read(), self._interval()
+                    self.set_result(value, start_ns=start_ns, end_ns=end_ns)
             except torch.AcceleratorError as error:
                 self.set_exception(device_error(error))
+            finally:
+                self._asking.release()
         return super().done()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -170,8 +191,12 @@ def _interval(clock: DeviceClock, free: list[_Events], events: _Events) -> tuple
 
 
 def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> DeviceError:
-    torch.cuda.empty_cache()  # what others need may be there, in pieces of another size
-    free, total = torch.cuda.mem_get_info(device)
+    traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep the step's activations
+    try:
+        torch.cuda.empty_cache()  # what others need may be there, in pieces of another size
+        free, total = torch.cuda.mem_get_info(device)
+    except torch.AcceleratorError as lost:
+        return device_error(lost)
     failure = DeviceError(
         f"out of memory on {device} at a step's launch ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free): "
         "free what your own work holds there, or load the engine with a smaller kv_cache_tokens or max_step_tokens"
@@ -180,9 +205,7 @@ def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> Devic
     return failure
 
 
-def _recorder(device: torch.device) -> Callable[[], torch.cuda.Event]:
-    stream = torch.cuda.Stream(device)
-
+def _recorder(stream: torch.cuda.Stream) -> Callable[[], torch.cuda.Event]:
     def record() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from interactive_infer.errors import DeviceError
 from interactive_infer.waiting import Completion
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0  # a step takes well under this; one that takes longer is not waited for
 
@@ -36,11 +39,15 @@ class Device(Protocol):
 
     def submit(self, work: Callable[[], Callable[[], T]]) -> Completion[T]: ...
 
+    def follow_caller(self) -> None:
+        """What is submitted from now on sees what the calling thread has put on the device so far."""
+        ...
+
     def close(self) -> None: ...
 
 
 class WorkThread:
-    """A daemon thread that runs jobs in order. Jobs must not raise.
+    """A daemon thread that runs jobs in order. Jobs tell of their failures themselves; one that raises is logged.
 
     It holds the queue alone, never the engine, so a dropped engine can be collected. It ends when it is closed or
     collected, and at the interpreter's exit, which waits for it a moment: a thread that comes out of torch's C++ while
@@ -85,6 +92,9 @@ class CPUDevice:
             self._thread.put(partial(_run, work, completion))
         return completion
 
+    def follow_caller(self) -> None:
+        """On a CPU what was called is done."""
+
     def close(self) -> None:
         """End the thread once it has done what was submitted."""
         self._closed = True
@@ -99,7 +109,10 @@ def _end(work_queue: queue.SimpleQueue[Callable[[], None] | None], thread: threa
 
 def _serve(work_queue: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := work_queue.get()) is not None:
-        job()
+        try:
+            job()
+        except BaseException:
+            _log.exception("%s: a job failed; the thread goes on", threading.current_thread().name)
         del job  # an idle thread keeps nothing alive
 
 

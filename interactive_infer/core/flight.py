@@ -158,9 +158,12 @@ class FlightQueue:
 
     def _commit(self, plan: Plan, result: StepResult) -> None:
         for index in result.invalid:
-            sequence = plan.rows[index].sequence
+            row = plan.rows[index]
+            sequence = row.sequence
+            # It may have ended or lost its pages meanwhile: then those that are nobody else's yet.
+            holders = 1 if row.pages is sequence.pages else 0
+            self._runner.scrub([NULL_PAGE, *self._scheduler.cache.retract(row.pages, holders=holders)])
             if not sequence.finished:
-                self._runner.scrub([NULL_PAGE, *self._scheduler.cache.retract(sequence.pages)])
                 error = DeviceError(
                     "the model's logits are not numbers for this text (often float16 overflow; try dtype='bfloat16' "
                     "or 'float32')"

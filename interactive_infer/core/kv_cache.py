@@ -121,14 +121,17 @@ class KVCache:
             self._digest[page] = digest
         return digest
 
-    def retract(self, pages: Seq[int]) -> list[int]:
+    def retract(self, pages: Seq[int], *, holders: int = 1) -> list[int]:
         """Take those of `pages` that nobody else holds out of the index, and return them: nobody will read them again
-        once they are released, so they may be overwritten now."""
-        private = [page for page in pages if self._refs[page] == 1]
+        once they are released, so they may be overwritten now. `holders`: 0 where the caller has released them."""
+        private = [page for page in pages if self._refs[page] == holders]
         for page in private:
             digest = self._digest.pop(page, None)
             if digest is not None and self._index.get(digest) == page:
                 del self._index[digest]
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
         return private
 
     def clear(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,17 +62,32 @@ class PackedStep:
         return out[None]
 
 
+_evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = weakref.WeakKeyDictionary()
+"""How many are in `evaluating`, and whom the first of them found training."""
+_evaluated_lock = threading.Lock()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block dropout and the like are off, also where the owner is in the middle of training."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
+    """Within the block dropout and the like are off, also where the owner is in the middle of training: until the last
+    of those leaves who are in it, on whatever threads."""
+    with _evaluated_lock:
+        holders, training = _evaluated.get(model, (0, []))
+        if model.training:
+            training = [*training, *(module for module in model.modules() if module.training)]
+        for module in training:
+            module.training = False
+        _evaluated[model] = holders + 1, training
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _evaluated_lock:
+            holders, training = _evaluated.pop(model)
+            if holders > 1:
+                _evaluated[model] = holders - 1, training
+            else:
+                for module in training:
+                    module.training = True
 
 
 class OwnForward:

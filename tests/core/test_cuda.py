@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ class Event:
         self.at = Card.now
 
     def query(self) -> bool:
+        time.sleep(0)  # a real one lets other threads in
         if Card.failure is not None:
             raise Card.failure
         return self.held.is_set()
@@ -48,8 +50,13 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
+        self.priority = priority
+        self.waits_for: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waits_for.append(other)
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +183,68 @@ def test_who_polls_needs_no_thread_of_ours(waiting):
     device.close()
 
 
+def test_two_who_poll_read_a_result_once():
+    device, read = CUDADevice(PLACE, "spin"), []
+    for number in range(100):
+        completion = device.submit(lambda number=number: lambda: read.append(number), here=True)
+        barrier, failed = threading.Barrier(2), []
+
+        def poll(completion=completion, barrier=barrier, failed=failed):
+            barrier.wait()
+            try:
+                while not completion.done():
+                    pass
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=poll) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        assert len(device._events) == 1, "an event pair that is lent to two"
+    assert read == list(range(100))
+    device.close()
+
+
+def test_work_can_follow_what_the_caller_has_launched(device, monkeypatch):
+    theirs = Stream(PLACE)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: theirs)
+    device.follow_caller()
+    assert device.stream.waits_for == [theirs]
+
+
+def test_out_of_memory_keeps_nothing_of_the_step(device):
+    class Activations:
+        pass
+
+    def bad():
+        held = Activations()
+        gone.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gone = []
+    completion = device.submit(bad)
+    with pytest.raises(DeviceError) as caught:
+        done(completion)
+    assert caught.value.__cause__ is not None
+    assert gone[0]() is None
+
+
+def test_out_of_memory_on_a_lost_card_is_told_too(device, card, monkeypatch):
+    def bad():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def lost():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    with pytest.raises(DeviceError, match="restart the kernel"):
+        done(device.submit(bad))
+    assert done(device.submit(lambda: lambda: 1)) == 1
+
+
 def test_a_closed_device_takes_nothing(device):
     held = Event()
     held.held.clear()
@@ -196,7 +265,8 @@ def test_streams_are_lent_again():
     assert other.stream is not stream
     first.close()
     third = CUDADevice(PLACE)
-    assert third.stream is stream
+    assert stream in (third.stream, third._clock_stream)
+    assert stream.priority < 0, "of the usual ones torch gives the same to others"
     other.close()
     third.close()
 

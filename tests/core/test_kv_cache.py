@@ -169,6 +169,16 @@ def test_what_is_retracted_is_offered_no_more_unless_somebody_else_holds_it() ->
     cache.check(held=[shared, pages[:1]])
 
 
+def test_what_was_released_is_retracted_unless_somebody_has_it_by_now() -> None:
+    cache = KVCache(8, 2)
+    pages = filled(cache, [1, 2, 3, 4, 5])
+    cache.release(pages)
+    shared, _ = cache.match([1, 2])
+    assert cache.retract(pages, holders=0) == pages[1:]
+    assert cache.match([1, 2, 3, 4])[0] == pages[:1]
+    cache.check(held=[shared, pages[:1]])
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 12), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_arbitrary_texts_leave_the_books_in_order(num_pages: int, page_size: int, random: random.Random) -> None:
