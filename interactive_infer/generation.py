@@ -191,6 +191,13 @@ class Generation:
         """What there is now, finished or not."""
         return Completion(self)
 
+    @property
+    def continued(self) -> Generation:
+        """What this one's live view shows now: the generation that its Continue button made last, else this one."""
+        from interactive_infer.notebook.display import continued
+
+        return continued(self)
+
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._finished().__await__()
 

@@ -44,7 +44,7 @@ async def test_a_load_that_finds_no_room_keeps_no_weights(tmp_path: Path, monkey
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(assembly.Parts, "_on_device", no_room)
-    with pytest.raises(InvalidRequestError, match="kv_cache_tokens.*smaller") as held:
+    with pytest.raises(InvalidRequestError, match=r"kv_cache_tokens.*smaller") as held:
         await Engine.load(tmp_path, tokenizer=tiny_tokenizer(), progress=False, freeze_gc=False)
     gc.collect()
     assert loaded[0]() is None, "while the error is held, as IPython does"

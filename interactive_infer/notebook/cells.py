@@ -31,7 +31,7 @@ class Cells:
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._main = threading.main_thread().ident
         self._open: dict[int | None, list[tuple[int, int]]] = {}  # by thread: start in ns and number of each
-        self._assumed: tuple[int, int] | None = (time.perf_counter_ns(), shell.execution_count)
+        self._assumed: tuple[int, int] | None = (time.perf_counter_ns(), _num_cells(shell))
         shell.events.register("pre_run_cell", self._begins)
         shell.events.register("post_run_cell", self._ended)
 
@@ -41,38 +41,47 @@ class Cells:
         return self._assumed is not None or bool(self._open.get(self._main))
 
     def record(self, recorder: Recorder) -> None:
-        """Give it a Phase.CELL span for each cell from the running one on; `ref` is the execution count. And a
+        """Give it a Phase.CELL span for each cell from the running one on; `ref` is the cell's number. And a
         Phase.CALLBACK span for each callback that `called` hears of."""
         self._recorders.add(recorder)
+        for begun in tuple(self._open.values()):
+            recorder.begin(Phase.CELL, *begun[0])
 
     def called(self, name: str, start_ns: int, end_ns: int) -> None:
         """A widget's callback has run on the loop, which all engines share."""
-        self._record(Phase.CALLBACK, start_ns, end_ns, name=name)
+        for recorder in tuple(self._recorders):
+            recorder.record(Phase.CALLBACK, start_ns, end_ns, name=name)
 
     def _begins(self, _: object) -> None:
         warn_if_cells_get_lost()
         shell, thread = self._shell(), threading.get_ident()
         if thread == self._main:
             self._assumed = None
-        self._open.setdefault(thread, []).append((time.perf_counter_ns(), shell.execution_count if shell else 0))
+        begun = self._open.setdefault(thread, [])
+        begun.append((time.perf_counter_ns(), _num_cells(shell) + 1 if shell else 0))
+        if len(begun) == 1:
+            for recorder in tuple(self._recorders):
+                recorder.begin(Phase.CELL, *begun[0])
 
     def _ended(self, _: object) -> None:
-        thread = threading.get_ident()
+        now, thread = time.perf_counter_ns(), threading.get_ident()
         begun = self._open.get(thread)
         if begun:
-            cell = begun.pop()
-            if begun:
-                return
-            del self._open[thread]
+            _, number = begun.pop()
+            if not begun:
+                del self._open[thread]
+                for recorder in tuple(self._recorders):
+                    recorder.end(Phase.CELL, now, number)
         elif thread == self._main and self._assumed is not None:
-            cell, self._assumed = self._assumed, None
-        else:
-            return
-        self._record(Phase.CELL, cell[0], time.perf_counter_ns(), cell[1])
+            (start, number), self._assumed = self._assumed, None
+            for recorder in tuple(self._recorders):
+                recorder.record(Phase.CELL, start, now, number)
 
-    def _record(self, *span: Any, **more: Any) -> None:
-        for recorder in tuple(self._recorders):
-            recorder.record(*span, **more)
+
+def _num_cells(shell: Any) -> int:
+    """Cells there have been, one that runs included. Not `execution_count`: since IPython 9.18 it is the next one's by
+    the time that a cell's beginning is told, and before it was that cell's own."""
+    return len(shell.history_manager.input_hist_parsed) - 1
 
 
 _of_shells: weakref.WeakKeyDictionary[Any, Cells] = weakref.WeakKeyDictionary()

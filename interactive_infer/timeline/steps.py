@@ -44,10 +44,12 @@ class Step:
 
     def __str__(self) -> str:
         how = "a graph's replay" if self.graph else "eager"
-        return (
-            f"step {self.step_id}: {self.kind} of {self.tokens:,} tokens in {self.batch_size} texts, {how}, "
-            f"{duration(self.duration_ns)}"
-        )
+        tokens, texts = _counted(self.tokens, "token"), _counted(self.batch_size, "text")
+        return f"step {self.step_id}: {self.kind} of {tokens} in {texts}, {how}, {duration(self.duration_ns)}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def step_by_number(recording: Recording, step_id: int) -> Step | None:

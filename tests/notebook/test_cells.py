@@ -18,16 +18,16 @@ class Shell:
 
     def __init__(self) -> None:
         self.events = EventManager(self, available_events)
-        self.execution_count = 7
+        self.history_manager = SimpleNamespace(input_hist_parsed=[""] * 7)  # six cells have been
 
     def begin(self) -> None:
         self.events.trigger("pre_execute")
         self.events.trigger("pre_run_cell", SimpleNamespace())
+        self.history_manager.input_hist_parsed.append("a cell")
 
     def end(self) -> None:
         self.events.trigger("post_execute")
         self.events.trigger("post_run_cell", None)
-        self.execution_count += 1
 
     def comm_message(self) -> None:
         self.events.trigger("pre_execute")
@@ -62,7 +62,21 @@ def test_the_cell_in_which_it_begins_counts_from_then() -> None:
     cells.record(recorder)
     assert cells.running
     shell.end()
-    assert [ref for _, _, ref in spans(recorder)] == [7] and not cells.running
+    assert [ref for _, _, ref in spans(recorder)] == [6] and not cells.running
+
+
+def test_a_running_cell_is_there_too() -> None:
+    shell, recorder, later = Shell(), Recorder(), Recorder()
+    cells = Cells(shell)
+    cells.record(recorder)
+    shell.begin()
+    cells.record(later)
+    for each in (recorder, later):
+        [(start, end, number)] = spans(each)
+        assert start <= end and number == 7
+    shell.end()
+    assert len(spans(recorder)) == len(spans(later)) == 1
+    assert spans(recorder)[0][:2] == spans(later)[0][:2]
 
 
 def test_of_nested_cells_the_outermost_counts() -> None:
@@ -71,7 +85,6 @@ def test_of_nested_cells_the_outermost_counts() -> None:
     shell.begin()
     shell.begin()
     shell.end()
-    shell.execution_count = 7
     shell.end()
     assert [ref for _, _, ref in spans(recorder)] == [7]
 
@@ -84,9 +97,9 @@ def test_cells_of_several_threads_do_not_end_each_other() -> None:
     thread = threading.Thread(target=lambda: (shell.begin(), shell.end()))
     thread.start()
     thread.join()
-    assert len(spans(recorder)) == 1 and cells.running
+    assert [ref for _, _, ref in spans(recorder)] == [8, 7] and cells.running, "the one that runs comes last"
     shell.end()
-    assert len(spans(recorder)) == 2 and not cells.running
+    assert [ref for _, _, ref in spans(recorder)] == [8, 7] and not cells.running
 
 
 def test_a_callback_is_a_span_with_the_widgets_name() -> None:
@@ -113,7 +126,7 @@ def test_cells_in_a_kernel(kernel: Kernel) -> None:
         "import asyncio, json\nimport ipywidgets\nfrom interactive_infer import keep_live, run_sync\n"
         "from interactive_infer.notebook.cells import record_cells\n"
         "from interactive_infer.timeline.recorder import Recorder\nslider = ipywidgets.IntSlider()\nkeep_live(slider)\n"
-        "recorder = Recorder()\nrecord_cells(recorder)\nfirst = get_ipython().execution_count\n"
+        "recorder = Recorder()\nrecord_cells(recorder)\nfirst = len(In) - 1\n"
         "gate = asyncio.Event()\nslider.observe(lambda change: gate.set(), 'value')"
     )
     slider = kernel.value("slider.model_id")

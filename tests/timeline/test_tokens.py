@@ -94,7 +94,7 @@ def test_what_is_unknown_or_gone_is_none() -> None:
     assert timeline.step_of(2, 3) is None
     newest = timeline.step_of(1, 3)
     assert newest is not None and newest.step_id == 4 and newest.kind == "decode"
-    assert str(newest) == "step 4: decode of 1 tokens in 1 texts, eager, 0.0 µs"
+    assert str(newest) == "step 4: decode of 1 token in 1 text, eager, 0.0 µs"
     assert newest.around(1e-8) == (newest.start_ns - 10, newest.end_ns + 10)
 
 

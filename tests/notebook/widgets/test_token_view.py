@@ -15,7 +15,7 @@ import pytest
 from interactive_infer import Alternative, Engine, Token
 from interactive_infer.errors import EngineClosedError
 from interactive_infer.notebook import widgets
-from interactive_infer.notebook.display import Follower, continued
+from interactive_infer.notebook.display import Follower
 from interactive_infer.notebook.widgets.panel import Panel
 from interactive_infer.notebook.widgets.token_view import TokenView
 from interactive_infer.timeline.analysis import duration
@@ -212,10 +212,10 @@ def test_continue_goes_on_in_the_same_view(monkeypatch: pytest.MonkeyPatch) -> N
     first.finish()
     second.write(2)  # what both share
     monkeypatch.setattr(first.generation, "continue_", lambda: second.generation, raising=False)
-    assert continued(first.generation) is first.generation
+    assert first.generation.continued is first.generation
     front_end.say({"do": "continue"})
     assert front_end.view.stream.generation is second.generation
-    assert continued(first.generation) is second.generation
+    assert first.generation.continued is second.generation
     second.write(2)
     second.finish()
     assert front_end.tokens == ["one ", "two ", "three ", "four"]
