@@ -25,7 +25,7 @@ from interactive_infer.core.attention import triton_paged
 from interactive_infer.core.attention.batch import StepBatch
 from interactive_infer.core.attention.triton_paged import Tuning
 from interactive_infer.core.kernels import launch, triton_linear, triton_ops
-from interactive_infer.core.kernels.triton_linear import Plan
+from interactive_infer.core.kernels.triton_linear import MatrixPlan
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -110,9 +110,9 @@ def paged(rows: int, length: int, queries: int, heads: int, kv_heads: int, head_
             num_decodes=rows if decodes else 0,
             positions=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
             write_to=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
-            query_start=start.to(torch.int32).to(DEVICE),
-            kv_len=torch.full((rows,), length, dtype=torch.int32, device=DEVICE),
-            row_slot=torch.arange(rows, dtype=torch.int32, device=DEVICE),
+            query_start=start.to(DEVICE),
+            kv_len=torch.full((rows,), length, device=DEVICE),
+            row_slot=torch.arange(rows, device=DEVICE),
             page_table=(torch.randperm(rows * pages) + 1).view(rows, pages).to(torch.int32).to(DEVICE),
             page_size=PAGE,
         )
@@ -249,26 +249,26 @@ SHAPES = [
     (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096),
     (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024),
 ]  # fmt: skip
-SMALL_VECTORS = [Plan(2, 1024, 4, 1, True), Plan(4, 1024, 4, 1, True), Plan(8, 1024, 4, 1, True)]
+SMALL_VECTORS = [MatrixPlan(2, 1024, 4, 1, True), MatrixPlan(4, 1024, 4, 1, True), MatrixPlan(8, 1024, 4, 1, True)]
 LARGE_VECTORS = [
-    Plan(2, 1024, 4, 1, True),
-    Plan(4, 1024, 4, 1, True),
-    Plan(4, 2048, 8, 1, True),
-    Plan(8, 512, 4, 1, True),
-    Plan(8, 1024, 8, 1, True),
-    Plan(16, 512, 4, 1, True),
+    MatrixPlan(2, 1024, 4, 1, True),
+    MatrixPlan(4, 1024, 4, 1, True),
+    MatrixPlan(4, 2048, 8, 1, True),
+    MatrixPlan(8, 512, 4, 1, True),
+    MatrixPlan(8, 1024, 8, 1, True),
+    MatrixPlan(16, 512, 4, 1, True),
 ]
 MATRICES = [
-    Plan(8, 512, 4, 4, False),
-    Plan(16, 256, 2, 5, False),
-    Plan(16, 256, 4, 4, False),
-    Plan(32, 256, 4, 4, False),
-    Plan(64, 128, 4, 4, False),
+    MatrixPlan(8, 512, 4, 4, False),
+    MatrixPlan(16, 256, 2, 5, False),
+    MatrixPlan(16, 256, 4, 4, False),
+    MatrixPlan(32, 256, 4, 4, False),
+    MatrixPlan(64, 128, 4, 4, False),
 ]
 PREFETCHES = [0, 512, 1024, 2048, 8192]
 
 
-def named(plan: Plan | None) -> str:
+def named(plan: MatrixPlan | None) -> str:
     if plan is None:
         return "cuBLAS"
     return (
@@ -303,7 +303,7 @@ def linear(sweep: bool) -> None:
     publish("linear", "linear layers, weights past the cache, bf16", columns, rows)
 
 
-def around(how: Plan, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[str]:
+def around(how: MatrixPlan, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[str]:
     """Plan `how`, its like and more or less prefetch, as "plan µs", the fastest first."""
     plans = {how}
     if how.vectors:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from interactive_infer.core.attention.interface import attach
-from interactive_infer.core.decoder import FusedDecoder, Layout, fuse
+from interactive_infer.core.decoder import FusedDecoder, WeightLayout, fuse
 from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import KVCache
@@ -180,7 +180,7 @@ class Parts:
         self._undo.insert(-1, gathering.close)
         return gathering, None
 
-    def _fused(self, attentions: dict[nn.Module, int], layout: Layout) -> FusedDecoder | str:
+    def _fused(self, attentions: dict[nn.Module, int], layout: WeightLayout) -> FusedDecoder | str:
         """The model's fused forward, or why it has none."""
         decoder = fuse(self.model, attentions, max_length=self.max_length, layout=layout)
         if isinstance(decoder, FusedDecoder):

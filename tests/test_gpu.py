@@ -62,6 +62,43 @@ async def test_a_forward_hook_sees_every_step_and_only_real_tokens():
         assert "hook" not in engine.info().launches
 
 
+async def test_a_hook_at_load_is_captured_nowhere():
+    """Not even one that waits for the card, which a capture cannot."""
+    model = model_on_card()
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0].cpu().shape[1]))
+    params = dict(max_tokens=8, temperature=0, ignore_eos=True)
+    async with await load(model) as engine:
+        assert "hook" in engine.info().launches
+        seen.clear()
+        hooked = await engine.generate(prompt(20), **params)
+        assert sum(seen) == 20 + 7, "no padding"
+        hook.remove()
+        seen.clear()
+        for _ in range(100):  # its shapes are captured on a thread meanwhile
+            assert (await engine.generate(prompt(20), **params)).token_ids == hooked.token_ids
+            if engine.timeline.recorder.snapshot().steps["graph"].any():
+                break
+        else:
+            pytest.fail(f"nothing was replayed: {engine.info().launches}")
+        assert not seen
+        assert "CUDA graph" in engine.info().launches
+
+
+async def test_positions_that_the_engine_fixed_do_not_keep_a_model_from_its_graphs():
+    async with await load(model_on_card("phi3_longrope")) as engine:
+        assert "CUDA graph" in engine.info().launches
+        await engine.generate(prompt(20), max_tokens=8, ignore_eos=True)
+        assert engine.timeline.recorder.snapshot().steps["graph"].all()
+
+
+async def test_steps_larger_than_any_usual_are_replayed_too():
+    async with await load(max_step_tokens=5000, kv_cache_tokens=8192) as engine:
+        asked = [engine.generate(prompt(500, i), max_tokens=2, temperature=0, ignore_eos=True) for i in range(10)]
+        assert [len((await generation).token_ids) for generation in asked] == [2] * 10
+        assert engine.timeline.recorder.snapshot().steps["graph"].all()
+
+
 async def test_graphs_and_single_launches_write_the_same_text():
     model = model_on_card()
     texts = []
@@ -262,7 +299,7 @@ def test_a_device_side_assert_ends_every_generation():
     """In a process of its own, whose CUDA context is lost."""
     script = textwrap.dedent(
         """
-        import asyncio, time, torch
+        import asyncio, os, time, torch
         from interactive_infer import Engine, DeviceError
         from tests.tiny_models import tiny_model
 
@@ -281,14 +318,18 @@ def test_a_device_side_assert_ends_every_generation():
             assert all(isinstance(e, DeviceError) for e in ended), ended
             assert all("restart the kernel" in str(e) for e in ended), str(ended[0])
             print("ALL ENDED")
-            import os
-            os._exit(0)
+            async with asyncio.timeout(20):
+                await engine.close()
+            assert engine.closed
+            print("CLOSED", flush=True)
+            os._exit(0)  # torch's own teardown of a lost context is not what is tested
 
         asyncio.run(main())
         """
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert "ALL ENDED" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "CLOSED" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
 async def test_interrupted_reader_leaves_the_others_running():
@@ -336,7 +377,9 @@ async def test_a_model_that_cannot_be_captured_runs_and_says_why():
             return mlp(x)
 
     model.model.layers[0].mlp = AsksTheCard()
-    async with await load(model) as engine:
+    with pytest.warns(UserWarning, match="cannot be captured.*slower"):
+        engine = await load(model)
+    async with engine:
         assert "cannot be captured" in engine.info().launches
         done = await engine.generate(prompt(20), max_tokens=8, temperature=0, ignore_eos=True)
     model.model.layers[0].mlp = mlp

@@ -23,7 +23,7 @@ from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.packing import PackedLinear, can_pack
 from interactive_infer.core.rope import fixed_rope
 
-Layout = Literal["as they are", "joined", "packed"]
+WeightLayout = Literal["as they are", "joined", "packed"]
 """Of weights: untouched; those of one input in one storage, of which the originals become views; packed copies."""
 
 _LEAST_POSITIONS = 64
@@ -77,7 +77,7 @@ _FAMILIES = {
 
 
 def fuse(
-    model: PreTrainedModel, attentions: Iterable[nn.Module], *, max_length: int, layout: Layout
+    model: PreTrainedModel, attentions: Iterable[nn.Module], *, max_length: int, layout: WeightLayout
 ) -> FusedDecoder | str:
     """The fused forward of `model` for texts of up to `max_length` tokens; or in words why it has none.
 
@@ -90,9 +90,8 @@ def fuse(
     reason = _unknown_module(model, family, list(attentions)) or _unusual_tensor(model)
     if reason is not None:
         return reason
-    watch = _watch(model)
-    if (change := watch.change()) is not None:
-        return change
+    if (change := ModelWatch(model).change()) is not None:
+        return f"there was {change} at load"
     if layout == "packed" and not can_pack(module for module in model.modules() if type(module) is nn.Linear):
         layout = "as they are"
     decoder = FusedDecoder(model, family.window)
@@ -120,7 +119,7 @@ class FusedDecoder:
         self._packed: list[PackedLinear] = []
 
     @torch.no_grad()
-    def prepare(self, max_length: int, layout: Layout) -> None:
+    def prepare(self, max_length: int, layout: WeightLayout) -> None:
         """Lay the weights out and compute the positions' table."""
         model = self._model
         cos, sin = _positions(model, max(max_length, _LEAST_POSITIONS))
@@ -135,7 +134,7 @@ class FusedDecoder:
             norm = _Norm.of(module.post_attention_layernorm)
             self._layers.append(_Layer.of(attention, *positions, self._products(module, layout), norm, next_norm))
         self._head = self._product([model.lm_head], layout)
-        self._watch = _watch(model)
+        self._watch = ModelWatch(model)
 
     def hidden(
         self,
@@ -209,7 +208,7 @@ class FusedDecoder:
             self._joined.pop().separate()
         self.__dict__.clear()
 
-    def _products(self, module: Any, layout: Layout) -> _Products:
+    def _products(self, module: Any, layout: WeightLayout) -> _Products:
         attention, mlp = module.self_attn, module.mlp
         return _Products(
             qkv=self._product([attention.q_proj, attention.k_proj, attention.v_proj], layout),
@@ -218,7 +217,7 @@ class FusedDecoder:
             down=self._product([mlp.down_proj], layout, after_silu_mul=True),
         )
 
-    def _product(self, linears: list[nn.Linear], layout: Layout, *, after_silu_mul: bool = False) -> _Product:
+    def _product(self, linears: list[nn.Linear], layout: WeightLayout, *, after_silu_mul: bool = False) -> _Product:
         """The function of `linears`, side by side; with `after_silu_mul`, of gate and up."""
         if layout == "packed":
             packed = PackedLinear(linears)
@@ -299,11 +298,6 @@ def _positions(model: Any, length: int) -> tuple[Tensor, Tensor]:
     with fixed_rope():
         cos, sin = model.model.rotary_emb(weight[:1, None], torch.arange(length, device=weight.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()
-
-
-def _watch(model: Any) -> ModelWatch:
-    # What its rotary embedding computes is in the table, and `fix_rope` gives it a forward of its own.
-    return ModelWatch(model, fixed=frozenset({model.model.rotary_emb}))
 
 
 def _unknown_module(model: Any, family: _Family, attentions: list[nn.Module]) -> str | None:

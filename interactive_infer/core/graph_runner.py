@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import cast
 
@@ -28,7 +30,7 @@ from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
 from interactive_infer.core.sampler_triton import TritonSampler
 from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs, padding
-from interactive_infer.core.sampling_table import SamplingTable
+from interactive_infer.core.sampling_table import LOGPROBS_ROOMS, SamplingTable
 from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
 from interactive_infer.core.step import StepResult, below_min_tokens, keep_table, layers_in_words
@@ -54,6 +56,10 @@ _LOOK_EVERY_S = 0.05
 _MOST_VIEWS = 512
 _SAMPLING_BYTES = 4 << 20
 """Room for a step's sampling parameters: a quarter of a million entries of logit bias. More are sent on their own."""
+
+
+class _ChangedError(Exception):
+    """The model is not what is to be captured."""
 
 
 class _Buffers:
@@ -107,6 +113,7 @@ class GraphRunner:
 
     A graph is captured from a shape that has run once. `capture_all` does so for every shape that steps come in; what
     it was not asked for runs eagerly the first time, through the launch thread, and is captured on a thread meanwhile.
+    No graph of a forward holds what its owner added to the model: while there is a hook none is captured or replayed.
     """
 
     def __init__(
@@ -277,13 +284,32 @@ class GraphRunner:
     def _capture(self, key: Shape | PackedKey, work: Callable[[], object]) -> None:
         if self._closed:
             return
+        forward = isinstance(key, Shape)
+
+        def look() -> None:
+            if forward and (change := self._watch.change()) is not None:
+                raise _ChangedError(change)
+
+        def look_work_look() -> None:  # its owner may add a hook at any moment
+            look()
+            work()
+            look()
+
         try:
             with self._recorder.span(Phase.CAPTURE):
-                self._graphs.capture(key, work)
+                self._graphs.capture(key, look_work_look)
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            if isinstance(key, Shape):  # it goes on as it is, and `launches` says why
+            if forward and (isinstance(error, _ChangedError) or self._watch.change() is not None):
+                self._asked.discard(key)  # a step asks again once the model is what it was
+                return
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'it says no more')}"
+            if forward:
                 self._uncapturable = why
+                warnings.warn(
+                    f"the model's forward cannot be captured in a CUDA graph ({why}): steps are launched one kernel at "
+                    "a time, which is several times slower than this card could be",
+                    stacklevel=2,
+                )
             else:  # this kind of sampling alone
                 _log.warning("sampling of kind %s is launched kernel by kernel, its capture failed: %s", key, why)
 
@@ -296,16 +322,14 @@ class GraphRunner:
         source = sections["source"]
         input_ids = torch.where(source >= 0, self._last_token[source.clamp(min=0)], sections["ids"])
         batch = layout.batch(sections, table)
+        wanted = self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
         if layout.shape.samples:
-            wanted = self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
             logits[: layout.shape.samples].copy_(wanted)
-        else:
-            self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
 
     def _logits_of(
         self, input_ids: torch.Tensor, batch: StepBatch, logits_at: torch.Tensor, by_modules: bool
     ) -> torch.Tensor:
-        """Logits `[len(logits_at), vocab_size]` of a packed batch."""
+        """Logits `[len(logits_at), vocab_size]` of a packed batch; of a chunk that samples nothing, nothing of use."""
         if not isinstance(self.decoder, str) and not by_modules:
 
             def attend(
@@ -329,7 +353,8 @@ class GraphRunner:
                 )
 
             hidden = self.decoder.hidden(input_ids, batch.positions, batch.write_to, self._pools.layers, attend, _OPS)
-            return self.decoder.logits(hidden.index_select(0, logits_at), _OPS)
+            rows = hidden.index_select(0, logits_at)
+            return self.decoder.logits(rows, _OPS) if len(rows) else rows
         step = PackedStep(
             self._layers,
             self._pools.layers,
@@ -360,7 +385,8 @@ class GraphRunner:
         """Logits `[len(logits_at), vocab_size]` of a packed batch, on this thread; as `Runner.forward`."""
         card = self._device.torch_device
         decodes = next((i for i, span in enumerate(spans) if span.count > 1), len(spans))
-        table = np.zeros((len(spans), self._tables.width), np.int32)
+        # As wide as the longest: the check at load time has longer texts than the smallest caches admit.
+        table = np.zeros((len(spans), max(len(span.pages) for span in spans)), np.int32)
         for row, span in enumerate(spans):
             table[row, : len(span.pages)] = span.pages
         ends = [span.first + span.count for span in spans[decodes:]]
@@ -381,7 +407,11 @@ class GraphRunner:
     def capture_all(self, progress: Callable[[float], None]) -> None:
         """Run each shape once, without a row, and capture it; then the usual kinds of sampling. Before the first step.
 
-        A model that cannot be captured is found out at the first shape.
+        Log-probabilities are run only, so that their first use does not wait for a compiler. Those of penalties and
+        bias would take memory for good, `[max_batch_size, vocab_size]` twice, from engines that never have any.
+
+        A model that cannot be captured is found out at the first shape, and warned of. One with a hook is not captured
+        here, nor does the hook see padding: steps have their shapes captured once it is gone.
         """
         shapes = self._shapes.all()
         keys = [
@@ -392,20 +422,25 @@ class GraphRunner:
         ]
         with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream):
             for number, shape in enumerate(shapes):
+                if self._uncapturable is not None or self._watch.change() is not None:
+                    break
                 layout = self._layouts[shape]
                 host = np.zeros(layout.size, np.int64)
                 fill(layout, layout.arrays(host), [], self._tables)
                 self._inputs[: layout.size].copy_(torch.from_numpy(host))
                 work = partial(self._forward, layout, self._inputs, self._logits, False)
                 self._prepare(shape, work)
-                if self._uncapturable is not None:
-                    break
                 progress((number + 1) / (len(shapes) + 1))
             for key in keys:
-                self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
-                self._prepare(key, partial(self._sample, key, self._sampling))
+                self._prepare(key, self._sampling_of_padding(key))
+            for filtered, room in product((False, True), LOGPROBS_ROOMS):
+                self._sampling_of_padding(PackedKey(1, filtered=filtered, logprobs=room))()
         self._device.stream.synchronize()
         progress(1.0)
+
+    def _sampling_of_padding(self, key: PackedKey) -> Callable[[], None]:
+        self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
+        return partial(self._sample, key, self._sampling)
 
     def _prepare(self, key: Shape | PackedKey, work: Callable[[], None]) -> None:
         work()

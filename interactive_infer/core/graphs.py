@@ -10,12 +10,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 import torch
 
 from interactive_infer.core.cuda import borrow_stream, return_stream
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_DECODES_BESIDE = (0, 8, 32, 256)  # chunks, beside which padding is cheap: so there are few
 _CHUNK_TOKENS = (64, 256, 512, 1024, 2048)
 
 
@@ -44,8 +46,7 @@ class Shapes:
     def __init__(self, max_batch_size: int, max_step_tokens: int) -> None:
         self._max_batch_size = max_batch_size
         self._decodes = _up_to(_DECODES, max_batch_size)
-        # Beside chunks padding is cheap, so there are few: none, a few, as many as may be.
-        self._decodes_beside = sorted({0, *(n for n in (8, 32) if n < max_batch_size), max_batch_size})
+        self._decodes_beside = _up_to(_DECODES_BESIDE, max_batch_size)
         self._chunk_tokens = _up_to(_CHUNK_TOKENS, max_step_tokens)
 
     def choose(self, exact: Shape) -> Shape:
@@ -61,14 +62,13 @@ class Shapes:
         return _at_least(self._decodes, samples)
 
     def all(self) -> list[Shape]:
-        """Every shape, the largest first: later captures then fit into memory that the first one took."""
+        """Every shape, the most tokens first: later captures then fit into memory that earlier ones took."""
         most = self._max_batch_size
-        beside = [
-            Shape(decodes, most, tokens, most)
-            for tokens in reversed(self._chunk_tokens)
-            for decodes in reversed(self._decodes_beside)
+        shapes = [Shape(decodes, 0, 0, decodes) for decodes in self._decodes]
+        shapes += [
+            Shape(decodes, most, tokens, most) for tokens in self._chunk_tokens for decodes in self._decodes_beside
         ]
-        return beside + [Shape(decodes, 0, 0, decodes) for decodes in reversed(self._decodes)]
+        return sorted(shapes, key=lambda shape: (shape.tokens, shape.samples), reverse=True)
 
 
 class Graphs:
@@ -117,7 +117,9 @@ class Graphs:
 
 
 def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:
-    return sorted({*(size for size in sizes if size < largest), largest})
+    """Those of `sizes` that are below `largest`, after their last one its doubles, then `largest`."""
+    doubles = takewhile(lambda size: size < largest, (sizes[-1] << n for n in count(1)))
+    return [*(size for size in sizes if size < largest), *doubles, largest]
 
 
 def _at_least(sizes: list[int], size: int) -> int:

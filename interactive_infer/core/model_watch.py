@@ -9,20 +9,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from interactive_infer.core.rope import FixedForward
+
 _CAPTURE = "transformers.utils.output_capturing"
 """transformers leaves its hooks for `output_hidden_states=True` in place; they act only during such a call."""
 
 
 class ModelWatch:
-    """Watches `model` and all below it. `fixed`: modules whose `forward` of their own is known about."""
+    """Watches `model` and all below it. What `fix_rope` put in place of a module's forward is part of the model."""
 
-    def __init__(self, model: nn.Module, *, fixed: frozenset[nn.Module] = frozenset()) -> None:
+    def __init__(self, model: nn.Module) -> None:
         named = [(name or "the model", module) for name, module in model.named_modules()]
         everywhere = torch.nn.modules.module
         self._hooks = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
         self._hooks += [hooks for _, m in named for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = ["every module"] * 2 + [name for name, _ in named for _ in range(2)]
-        self._own = [(name, vars(module)) for name, module in named if module not in fixed]
+        self._own = [(name, vars(module)) for name, module in named]
         self._children = [
             (name, module._modules, key, child) for name, module in named for key, child in module._modules.items()
         ]
@@ -46,7 +48,7 @@ class ModelWatch:
         if (hook := self.hook()) is not None:
             return hook
         for name, own in self._own:
-            if "forward" in own:
+            if "forward" in own and not isinstance(own["forward"], FixedForward):
                 return f"a forward of its own on {name}"
         for name, children, key, child in self._children:
             if children.get(key) is not child:

@@ -57,7 +57,7 @@ def fix_rope(model: PreTrainedModel, max_length: int) -> Callable[[], None]:
     def undo() -> None:
         while fixed:
             module = fixed.pop()
-            forward: _Forward = module.__dict__["forward"]
+            forward: FixedForward = module.__dict__["forward"]
             forward.holders -= 1
             if not forward.holders:
                 del module.__dict__["forward"]
@@ -86,8 +86,8 @@ def _fix(module: nn.Module, rope_type: str, max_length: int) -> None:
     if rope_type == "longrope":  # its attention factor does not depend on the length
         scaling = module.attention_scaling
     present = module.__dict__.get("forward")
-    if not isinstance(present, _Forward):
-        module.forward = _Forward(module, inv_freq, scaling)
+    if not isinstance(present, FixedForward):
+        module.forward = FixedForward(module, inv_freq, scaling)
     elif torch.equal(present.frozen.inv_freq.cpu(), inv_freq) and present.frozen.attention_scaling == scaling:
         present.holders += 1
     else:
@@ -98,7 +98,7 @@ def _fix(module: nn.Module, rope_type: str, max_length: int) -> None:
         )
 
 
-class _Forward:
+class FixedForward:
     """The fixed forward of one module, in place of its own; `holders` counts the engines that want it."""
 
     def __init__(self, module: nn.Module, inv_freq: torch.Tensor, scaling: float) -> None:

@@ -83,20 +83,12 @@ class Sampler:
         self._history: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def load_history(
-        self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int], in_flight: Tensor | None = None
-    ) -> None:
-        """Rebuilds what the penalties know of a slot: when a penalized sequence gets it or penalties begin.
-
-        `in_flight`: int64 [n] on the device, tokens of this sequence drawn by earlier calls without penalties
-        that have not reached the host, so are not in `output_ids`.
-        """
+    def load_history(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Rebuilds what the penalties know of a slot: when a penalized sequence gets it or penalties begin."""
         counts, seen = self._token_history()
         counts[slot].zero_()
         seen[slot].zero_()
         output = self._ids(output_ids)
-        if in_flight is not None:
-            output = torch.cat((output, in_flight))
         counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
         seen[slot].index_fill_(0, torch.cat((self._ids(prompt_ids), output)), True)
 

@@ -94,14 +94,10 @@ class TritonSampler:
         self._logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def load_history(
-        self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int], in_flight: Tensor | None = None
-    ) -> None:
+    def load_history(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """As `Sampler.load_history`: before the first draw of a slot's penalized sequence."""
         history = self._token_history()[slot]
         output = self._ids(output_ids)
-        if in_flight is not None:
-            output = torch.cat((output, in_flight))
         history.zero_()
         history.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
         seen = torch.cat((self._ids(prompt_ids), output))

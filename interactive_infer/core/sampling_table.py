@@ -38,7 +38,8 @@ _DRAWN, _FILTERED, _WITH_PENALTIES, _WITH_BIAS, _WITH_LOGPROBS = (1 << i for i i
 _SPARSE_ROOM = 64
 """The least room for additions to single logits; it grows by factors of four, so that there are few layouts."""
 
-_LOGPROBS_ROOM = (0, 5, MAX_LOGPROBS)
+LOGPROBS_ROOMS = (0, 5, MAX_LOGPROBS)
+"""Alternatives that a `PackedKey` has room for."""
 
 _AHEAD = 32
 """How many of a slot's random numbers are made at once."""
@@ -274,7 +275,7 @@ class SamplingTable:
             filtered=bool(some & _FILTERED),
             penalized=bool(some & _WITH_PENALTIES),
             sparse=_room(len(sparse[0])) if sparse else 0,
-            logprobs=None if most is None else next(room for room in _LOGPROBS_ROOM if most <= room),
+            logprobs=None if most is None else next(room for room in LOGPROBS_ROOMS if most <= room),
         )
         key = self._keys.setdefault(key, key)  # the one whose sections are known already
         if key.input_nbytes > out.nbytes:

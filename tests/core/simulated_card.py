@@ -1,5 +1,8 @@
 """The whole path of a card's step on a CPU: Triton interprets the kernels, a graph is the function that it captured.
 
+Capturing calls it, so that whoever listens to the model is seen there too; at once, since what it reads and writes is
+the step's that has just run.
+
 Run as a script, in a process of its own, since Triton decides when it is imported whether it interprets. Prints what
 was found as JSON.
 """
@@ -11,6 +14,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 from interactive_infer import Engine, assembly
 from interactive_infer.core import cuda, graph_runner
 from interactive_infer.core.device import CPUDevice
+from interactive_infer.core.graphs import Shape
 from tests.core.interpreter import let_scalars_be_bounds
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -28,7 +33,13 @@ NEW = 4
 
 
 class Graphs:
-    """In place of `core.graphs.Graphs`: replays by calling again."""
+    """In place of `core.graphs.Graphs`: replays by calling again.
+
+    `capturing`: what is called at the start of a forward's capture; `in_capture`: whether one is going on.
+    """
+
+    capturing: Callable[[], object] = staticmethod(lambda: None)
+    in_capture = False
 
     def __init__(self, _: torch.device) -> None:
         self._work: dict[Hashable, Callable[[], object]] = {}
@@ -43,7 +54,17 @@ class Graphs:
         self._work[key]()
 
     def capture(self, key: Hashable, work: Callable[[], object]) -> None:
+        if isinstance(key, Shape):  # a second sampling would count in the penalties
+            Graphs.in_capture = True
+            try:
+                Graphs.capturing()
+                work()
+            finally:
+                Graphs.in_capture = False
         self._work[key] = work
+
+    def forwards(self) -> int:
+        return sum(isinstance(key, Shape) for key in self._work)
 
     def clear(self) -> None:
         self._work.clear()
@@ -51,6 +72,19 @@ class Graphs:
 
 class Stream:
     def synchronize(self) -> None:
+        pass
+
+
+class CaptureThread:
+    """In place of the capture's `WorkThread`: not one."""
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    def put(self, job: Callable[[], None]) -> None:
+        job()
+
+    def close(self) -> None:
         pass
 
 
@@ -70,6 +104,7 @@ class Card(CPUDevice):
 def simulate() -> None:
     let_scalars_be_bounds()
     graph_runner.Graphs = Graphs
+    graph_runner.WorkThread = CaptureThread
     graph_runner._SAMPLING_BYTES = 2048  # which a hundred entries of logit bias outgrow
     cuda.CUDADevice = Card
     cuda.missing_for_kernels = lambda place: None
@@ -137,6 +172,107 @@ async def run(name: str) -> dict[str, Any]:
     return found
 
 
+async def load_small(name: str, **options: Any) -> Engine:
+    """The model `name` with few shapes, so that little is captured."""
+    options = {"page_size": 4, "kv_cache_tokens": 96, "max_batch_size": 2, "max_step_tokens": 8} | options
+    model = options.pop("model", None) or tiny_model(name)
+    return await Engine.load(model, progress=False, freeze_gc=False, **options)
+
+
+async def hook_at_load() -> dict[str, Any]:
+    """A hook that no capture bears, there before the model is loaded; then one added in the middle of a capture."""
+    model = tiny_model("llama")
+    expected = reference(model, prompt(9))
+    tokens: list[int] = []
+
+    def see(_: object, inputs: tuple[torch.Tensor], __: object) -> None:
+        if Graphs.in_capture:
+            raise RuntimeError("a hook in a capture")
+        tokens.append(inputs[0].shape[1])
+
+    hook = model.model.layers[0].register_forward_hook(see)
+    found: dict[str, Any] = {}
+    async with await load_small("llama", model=model) as engine:
+        graphs = engine._parts.runner._graphs
+        found["launches"], found["layers"] = engine.info().launches, engine.info().layers
+        found["captured at load"] = graphs.forwards()
+        tokens.clear()
+        found["text"] = (await greedy(engine, 9))[0] == expected
+        found["seen"] = sum(tokens)  # nine and all but the last of those drawn
+        hook.remove()
+        tokens.clear()
+
+        added: list[Any] = []
+        runner, logits_of = engine._parts.runner, engine._parts.runner._logits_of
+
+        def add(*given: Any) -> torch.Tensor:
+            if Graphs.in_capture:
+                added.append(model.model.layers[0].register_forward_hook(lambda *_: None))
+            return logits_of(*given)
+
+        runner._logits_of = add
+        found["text, hooks added meanwhile"] = (await greedy(engine, 9))[0] == expected
+        found["hooks added meanwhile"] = len(added)
+        found["captured meanwhile"] = graphs.forwards()
+        del runner._logits_of
+        for each in added:
+            each.remove()
+
+        found["text, first time without"] = (await greedy(engine, 9))[0] == expected
+        here = engine._parts.device.here
+        found["text, second time without"] = (await greedy(engine, 9))[0] == expected
+        found["replayed"] = engine._parts.device.here - here
+        found["captured without"] = graphs.forwards()
+        found["seen without"] = sum(tokens)
+        found["launches without"], found["layers without"] = engine.info().launches, engine.info().layers
+    return found
+
+
+async def captures_that_fail() -> dict[str, Any]:
+    """Of a forward, with an error that says nothing. Half precision: the linear kernels run too."""
+    model = tiny_model("llama").to(torch.float16)
+
+    def fail() -> None:
+        raise AssertionError
+
+    Graphs.capturing = fail
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = await load_small("llama", model=model)
+    async with engine:
+        long = await engine.generate(prompt(20), max_tokens=2, ignore_eos=True)  # chunks, of which one samples
+        found = {"launches": engine.info().launches, "tokens": len(long.token_ids)}
+    Graphs.capturing = lambda: None
+    return {**found, "warnings": [str(warning.message) for warning in caught]}
+
+
+async def fixed_rope() -> dict[str, Any]:
+    async with await load_small("phi3_longrope") as engine:
+        await greedy(engine, 5)
+        return {"launches": engine.info().launches, "launched on the loop": engine._parts.device.here}
+
+
+async def smallest_cache() -> dict[str, Any]:
+    """Smaller than the texts of the check at load time; and what kinds of sampling are run at load."""
+    kinds: set[tuple[bool, int | None]] = set()
+    sample = graph_runner.TritonSampler.__call__
+
+    def note(self: Any, logits: Any, inputs: Any, *more: Any) -> None:
+        kinds.add((inputs.key.filtered, inputs.key.logprobs))
+        sample(self, logits, inputs, *more)
+
+    graph_runner.TritonSampler.__call__ = note
+    async with await load_small("llama", kv_cache_tokens=16) as engine:
+        graph_runner.TritonSampler.__call__ = sample
+        found = {"kv_cache_tokens": engine.info().kv_cache_tokens, "tokens": len((await greedy(engine, 9))[0])}
+        sampler = engine._parts.runner._sampler
+        found["room for penalties or bias"] = sampler._scores is not None or sampler._history is not None
+    return {**found, "kinds at load": sorted(kinds, key=str)}
+
+
+CASES = {case.__name__: case for case in (hook_at_load, captures_that_fail, fixed_rope, smallest_cache)}
+
+
 if __name__ == "__main__":
     simulate()
-    print(json.dumps({name: asyncio.run(run(name)) for name in sys.argv[1:]}))
+    print(json.dumps({name: asyncio.run(CASES[name]() if name in CASES else run(name)) for name in sys.argv[1:]}))

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from interactive_infer.core import decoder as decoders
 from interactive_infer.core.attention.interface import attach
 from interactive_infer.core.attention.sdpa import RowSpan
-from interactive_infer.core.decoder import FusedDecoder, Layout, fuse
+from interactive_infer.core.decoder import FusedDecoder, WeightLayout, fuse
 from interactive_infer.core.device import CPUDevice
 from interactive_infer.core.kernels import torch_ops
 from interactive_infer.core.kernels.torch_ops import StepOps
@@ -32,7 +32,7 @@ from interactive_infer.core.runner import Runner
 from interactive_infer.errors import UnsupportedModelError
 from tests.tiny_models import VOCAB_SIZE, WINDOW, tiny_model
 
-LAYOUTS: tuple[Layout, ...] = ("as they are", "joined", "packed")
+LAYOUTS: tuple[WeightLayout, ...] = ("as they are", "joined", "packed")
 PAGE = 4
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -89,7 +89,7 @@ def model_of(name: str) -> Any:
 
 
 @contextmanager
-def running(model: Any, layout: Layout, *, max_length: int = 128) -> Iterator[Runner]:
+def running(model: Any, layout: WeightLayout, *, max_length: int = 128) -> Iterator[Runner]:
     """A runner over `model`, fused if that is possible; everything is given back at the end."""
     undo = [attach(model), fix_rope(model, max_length)]
     layers, shapes = find_layers(model)
@@ -122,7 +122,7 @@ def error(model: Any, runner: Runner) -> float:
     return check_parity(model, runner, PAGE, VOCAB_SIZE)
 
 
-def fused(model: Any, layout: Layout = "as they are") -> FusedDecoder | str:
+def fused(model: Any, layout: WeightLayout = "as they are") -> FusedDecoder | str:
     detach = attach(model)
     attentions, _ = find_layers(model)
     detach()
@@ -134,7 +134,7 @@ def fused(model: Any, layout: Layout = "as they are") -> FusedDecoder | str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUSED)
-def test_logits_are_the_models_own(name: str, layout: Layout) -> None:
+def test_logits_are_the_models_own(name: str, layout: WeightLayout) -> None:
     model = model_of(name)
     with running(model, layout) as runner:
         assert runner.layers() == "fused"
@@ -154,7 +154,7 @@ def test_windows_longer_than_the_checks_texts(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_in_bfloat16(layout: Layout) -> None:
+def test_logits_in_bfloat16(layout: WeightLayout) -> None:
     model = model_of("qwen3").to(torch.bfloat16)
     with running(model, layout) as runner:
         assert runner.layers() == "fused"
@@ -248,9 +248,13 @@ def share_a_layer(model: Any) -> None:
     ("change", "words"),
     [
         (adapt, "Adapted"),
-        (lambda model: model.model.norm.register_forward_hook(lambda *_: None), "forward hook on model.norm"),
+        (
+            lambda model: model.model.norm.register_forward_hook(lambda *_: None),
+            "there was a forward hook on model.norm at load",
+        ),
         (lambda model: model.model.norm.register_forward_pre_hook(lambda *_: None), "forward hook on model.norm"),
-        (lambda model: setattr(model.model.norm, "forward", lambda x: x), "forward of its own on model.norm"),
+        (lambda model: setattr(model.model.norm, "forward", lambda x: x), "forward of its own on model.norm at load"),
+        (lambda model: setattr(model.model.rotary_emb, "forward", lambda *_: None), "its own on model.rotary_emb"),
         (lambda model: model.model.norm.to(torch.bfloat16), "torch.bfloat16, torch.float32"),
         (lambda model: model.model.norm.to("meta"), "cpu, meta"),
         (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.GELU()), "activation"),
@@ -273,7 +277,7 @@ def test_a_model_with_something_unknown_is_not_taken(change: Callable[[Any], Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_hook_is_called_and_said(layout: Layout) -> None:
+def test_a_hook_is_called_and_said(layout: WeightLayout) -> None:
     model = model_of("llama")
     with running(model, layout) as runner:
         seen = []
@@ -328,7 +332,7 @@ def test_a_replaced_layer_or_weight_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_to_a_weight_holds_from_the_next_step_on(layout: Layout) -> None:
+def test_what_is_written_to_a_weight_holds_from_the_next_step_on(layout: WeightLayout) -> None:
     model = model_of("llama with biases")
     with running(model, layout) as runner:
         before = error(model, runner)
@@ -352,7 +356,7 @@ def total_bytes(model: Any) -> int:
 
 
 @pytest.mark.parametrize("layout", ["as they are", "packed"])
-def test_only_joining_moves_weights(layout: Layout) -> None:
+def test_only_joining_moves_weights(layout: WeightLayout) -> None:
     model = model_of("llama")
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     decoder = fused(model, layout)
@@ -409,7 +413,7 @@ def test_a_failure_half_way_gives_the_model_back(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_owner_trains_saves_and_generates(layout: Layout, tmp_path: Path) -> None:
+def test_the_owner_trains_saves_and_generates(layout: WeightLayout, tmp_path: Path) -> None:
     model, twin = model_of("qwen2"), model_of("qwen2")
     ids = torch.tensor([[3, 14, 15, 92, 65, 35]])
     with running(model, layout) as runner:

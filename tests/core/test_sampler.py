@@ -343,14 +343,6 @@ def test_penalties_follow_the_history_that_the_sampler_keeps(device: torch.devic
     assert len(set(output)) < len(output)
 
 
-def test_tokens_in_flight_count() -> None:
-    table, sampler = SamplingTable(1, 4), Sampler(4, 1, CPU)
-    table.assign(0, SamplingParams(temperature=0, presence_penalty=2))
-    sampler.load_history(0, [], [0], in_flight=torch.tensor([1, 2]))
-    result = sampler(torch.tensor([[3.0, 3.0, 3.0, 2.0]]), table.rows(np.array([0]), np.array([3])))
-    assert result.token_ids.tolist() == [3]
-
-
 def test_stop_tokens_are_banned_until_they_may_come(device: torch.device) -> None:
     table, sampler = SamplingTable(3, 200), Sampler(200, 3, device)
     table.assign(0, SamplingParams(temperature=0), (7, 150, 7, 5000))

@@ -280,7 +280,7 @@ def check_penalties_follow_what_was_drawn(device: torch.device) -> None:
     card.table.assign(3, param)
     card.table.assign(1, SamplingParams(seed=4))
     card.sampler.load_history(3, [7] * 9, [8] * 50)
-    card.sampler.load_history(3, prompt, output[:1], torch.tensor(output[1:], device=device))
+    card.sampler.load_history(3, prompt, output)
     for step in range(8):
         logits = some_logits(2, vocab_size, step, 1.0)
         drawn = card.draw(logits, slots=[1, 3], position=step, padding=2)

@@ -14,7 +14,7 @@ from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Layout, PageTables, exact_shape, fill
 
 SLOTS = 8
-MAX_LENGTH = 64
+MAX_LENGTH = 96  # 60 tokens at most below, and two pages of 16 that a sequence has grown by
 
 
 def row(slot, start, count, pages, *, samples=True, from_device=False, write_from=0, load_history=False):

@@ -117,9 +117,9 @@ class Case:
             num_decodes=decodes,
             positions=unused,
             write_to=unused,
-            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-            kv_len=torch.tensor(lengths, dtype=torch.int32, device=device),
-            row_slot=slots.to(torch.int32).to(device),
+            query_start=torch.tensor(starts, device=device),
+            kv_len=torch.tensor(lengths, device=device),
+            row_slot=slots.to(device),
             page_table=table.to(device),
             page_size=size,
         )
@@ -276,7 +276,7 @@ def check_store(dtype: torch.dtype, device: str) -> None:
 
 def check_linear(dtype: torch.dtype, device: str, shapes: Sequence[tuple[int, int]]) -> None:
     from interactive_infer.core.kernels import triton_linear
-    from interactive_infer.core.kernels.triton_linear import Plan
+    from interactive_infer.core.kernels.triton_linear import MatrixPlan
 
     for out_features, in_features in shapes:
         weight = tensor(out_features, in_features, dtype=dtype, device=device)
@@ -292,9 +292,11 @@ def check_linear(dtype: torch.dtype, device: str, shapes: Sequence[tuple[int, in
             assert_near(triton_linear.silu_mul_linear(gate_up, weight), swiglu, TOLERANCE[dtype])
             for vectors in (True, False):  # both kernels, whatever the plan would choose
                 if tokens <= (4 if vectors else 16):
-                    how = Plan(16, 128, 4, 2, vectors=vectors, prefetch=512)
+                    how = MatrixPlan(16, 128, 4, 2, vectors=vectors, prefetch=512)
                     expected = F.linear(x.double(), weight.double(), bias.double())
                     assert_near(triton_linear.multiply(x, weight, bias, how), expected, TOLERANCE[dtype])
+        nothing = tensor(0, in_features, dtype=dtype, device=device)
+        assert triton_linear.linear(nothing, weight, bias).shape == (0, out_features)
 
 
 # A model's products as (out, in): queries, keys and values; out; gate and up; down.
@@ -306,6 +308,7 @@ PRODUCTS = {
     "32B": [(7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)],
     "70B": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
 }
+FEW_FEATURES = [(16, 16), (96, 32), (1000, 48), (32, 64), (2048, 16)]
 
 
 def check_plans(dtype: torch.dtype, device: str) -> None:
@@ -314,17 +317,45 @@ def check_plans(dtype: torch.dtype, device: str) -> None:
     from interactive_infer.core.kernels.triton_linear import MAX_TOKENS, plan
 
     fill = multiprocessors(torch.device(device))
-    for name, products in PRODUCTS.items():
+    for name, products in {**PRODUCTS, "few features": FEW_FEATURES}.items():
         for out_features, in_features in products:
             for tokens in range(1, MAX_TOKENS + 1):
                 how = plan(tokens, out_features, in_features, torch.device(device))
                 assert how is not None, name
                 for size in (how.rows, how.columns, how.num_warps, how.prefetch):
                     assert size > 0 and size & (size - 1) == 0, (name, how)
+                assert how.prefetch >= 128, (name, how)
                 assert how.vectors or how.rows >= 16, (name, how)
-                assert how.rows <= 16 or out_features // how.rows >= fill // 2, (name, how)
-            assert plan(MAX_TOKENS + 1, out_features, in_features, torch.device(device)) is None
+                assert how.rows <= 16 or out_features // how.rows >= fill // 2 or name == "few features", (name, how)
+            for tokens in (0, MAX_TOKENS + 1):
+                assert plan(tokens, out_features, in_features, torch.device(device)) is None
     assert plan(1, 1000, 1000, torch.device(device)) is None  # rows that are not whole vectors of 16 elements
+
+
+def check_prefetch() -> None:
+    """What a launch that overlaps prefetches of each row: nothing, or as many lines of 128 bytes as a power of two."""
+    from interactive_infer.core.kernels import triton_linear
+    from interactive_infer.core.kernels.triton_linear import MatrixPlan
+
+    asked: list[tuple[int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *_, PREFETCH, EARLY, **__: asked.append((PREFETCH, EARLY))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_linear, "_vectors_kernel", Kernel())
+        patch.setattr(triton_linear, "_matrix_kernel", Kernel())
+        patch.setattr(triton_linear, "options", lambda device, **options: {**options, "OVERLAP": True})
+        for in_features in (16, 32, 48, 64, 96, 4096):
+            x, weight = (torch.zeros((rows, in_features), dtype=torch.float16) for rows in (1, 40))
+            triton_linear.linear(x, weight)
+            for prefetch in (128, 1024, 8192):
+                triton_linear.multiply(x, weight, None, MatrixPlan(16, 256, 4, 4, vectors=False, prefetch=prefetch))
+    for prefetch, early in asked:
+        assert prefetch >= 128 and prefetch & (prefetch - 1) == 0, asked
+        assert early > 0
+    assert len(asked) == 6 * 4
 
 
 ROPES = {
@@ -358,7 +389,8 @@ def interpreted_checks() -> dict[str, Callable[[], None]]:
     """Every check in float32 on the CPU."""
     checks = {name: partial(check, torch.float32, "cpu") for name, check in CHECKS.items()}
     # float16: float32 layers are left to PyTorch.
-    checks["linear"] = partial(check_linear, torch.float16, "cpu", [(40, 144)])
+    checks["linear"] = partial(check_linear, torch.float16, "cpu", [(40, 144), (24, 16)])
+    checks["prefetch"] = check_prefetch
     return checks
 
 
@@ -368,7 +400,7 @@ if sys.platform == "linux":  # where Triton has wheels
     def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         return outcome_of(__file__, tmp_path_factory.mktemp("interpreted"))
 
-    @pytest.mark.parametrize("name", [*CHECKS, "linear"])
+    @pytest.mark.parametrize("name", [*CHECKS, "linear", "prefetch"])
     def test_in_the_interpreter(interpreted: dict[str, str | None], name: str) -> None:
         error = interpreted[name]
         assert error is None, error
@@ -396,7 +428,7 @@ def test_large_steps(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear(dtype: torch.dtype) -> None:
-    check_linear(dtype, "cuda", [(40, 144), (1000, 1024), (6144, 4096), (1024, 3072)])
+    check_linear(dtype, "cuda", [(40, 144), (24, 16), (96, 32), (1000, 1024), (6144, 4096), (1024, 3072)])
 
 
 @pytest.mark.gpu
@@ -500,7 +532,7 @@ def test_attention_in_a_chain_waits_for_what_it_reads(rows: int) -> None:
     )  # fmt: skip
     batch = case.batch
     last = torch.tensor(lengths, device="cuda") - 1
-    page = batch.page_table[batch.row_slot.long(), last // 64].long()
+    page = batch.page_table[batch.row_slot, last // 64].long()
     positions, write_to = last, page * 64 + last % 64
     cos, sin = (tensor(2048, 128, dtype=torch.bfloat16, device="cuda", seed=s) for s in (0, 1))
     into, back = (

@@ -19,8 +19,8 @@ class StepBatch:
     num_decodes: int
     positions: Tensor  # int64 [T]
     write_to: Tensor  # int64 [T], a slot of the flattened pools; 0, on the null page, for tokens not to be stored
-    query_start: Tensor  # int32 [R - num_decodes + 1], offsets into the step: the first is num_decodes
-    kv_len: Tensor  # int32 [R], keys that a row attends over, those of this step included
-    row_slot: Tensor  # int32 [R], rows of the page table
+    query_start: Tensor  # int64 [R - num_decodes + 1], offsets into the step: the first is num_decodes
+    kv_len: Tensor  # int64 [R], keys that a row attends over, those of this step included
+    row_slot: Tensor  # int64 [R], rows of the page table
     page_table: Tensor  # int32 [slots + 1, most pages of a sequence]
     page_size: int

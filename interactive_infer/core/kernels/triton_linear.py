@@ -31,11 +31,14 @@ _MAX_VECTORS = 4
 _PREFETCH_BYTES = 8 << 20
 """Of a launch's weights, at most: what an H200's memory delivers in about 2 µs."""
 
+_LINE = 128
+"""Bytes that one prefetch brings."""
+
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MatrixPlan:
     """Weight rows a program computes, columns it takes at once, Triton's two knobs, bytes of each row it prefetches
-    (see `_PREFETCH_BYTES`). `vectors`: plain arithmetic instead of matrix products."""
+    (see `_PREFETCH_BYTES`; none, or whole lines). `vectors`: plain arithmetic instead of matrix products."""
 
     rows: int
     columns: int
@@ -46,25 +49,25 @@ class Plan:
 
 
 @cache
-def plan(tokens: int, out_features: int, in_features: int, device: torch.device) -> Plan | None:
+def plan(tokens: int, out_features: int, in_features: int, device: torch.device) -> MatrixPlan | None:
     """How to multiply `[tokens, in_features]` by a weight `[out_features, in_features]`; None: leave it to cuBLAS.
 
     Chosen from what benchmarks/gpu_kernels.py measured on an H200: nine weights from 4 MB to 1.2 GB, 1 to 16 tokens.
     Ours also where it is but equal to cuBLAS alone (4096 → 24576): only ours overlaps with the kernels around it.
     """
-    if tokens > MAX_TOKENS or in_features % 16:
+    if not 0 < tokens <= MAX_TOKENS or in_features % 16:
         return None
     how = _vectors(tokens, out_features, in_features, device) or _matrix(out_features, in_features, device)
     if 2 * out_features * in_features <= _PREFETCH_BYTES:  # all of it
-        return replace(how, prefetch=triton.next_power_of_2(2 * in_features))
+        return replace(how, prefetch=max(_LINE, triton.next_power_of_2(2 * in_features)))
     return how
 
 
-def _vectors(tokens: int, out_features: int, in_features: int, device: torch.device) -> Plan | None:
+def _vectors(tokens: int, out_features: int, in_features: int, device: torch.device) -> MatrixPlan | None:
     """For one token nearly always; for two to four where rows are too few to keep a matrix kernel busy."""
     fill = multiprocessors(device)
     if tokens > 1:
-        return Plan(4, 1024, 4, 1, vectors=True) if tokens <= _MAX_VECTORS and out_features < 12 * fill else None
+        return MatrixPlan(4, 1024, 4, 1, vectors=True) if tokens <= _MAX_VECTORS and out_features < 12 * fill else None
     if out_features >= 64 * in_features:  # a small model's head: 74 µs as a matrix kernel, 85 so (1024 → 151936)
         return None
     elements = out_features * in_features
@@ -73,24 +76,24 @@ def _vectors(tokens: int, out_features: int, in_features: int, device: torch.dev
         rows = min(8, max(2, _power_of_2_below(8192 // in_features)))
         while rows > 2 and 2 * (out_features // rows) < 3 * fill:
             rows //= 2
-        return Plan(rows, 1024, 4, 1, vectors=True)
+        return MatrixPlan(rows, 1024, 4, 1, vectors=True)
     # About 16384 weights a program.
     rows = min(16, max(4, _power_of_2_below(16384 // in_features)))
     if rows > 4:
-        return Plan(rows, 512, 4, 1, vectors=True)
+        return MatrixPlan(rows, 512, 4, 1, vectors=True)
     # At most eight programs of the first kind fit on a multiprocessor, three of the second.
     if _balance(out_features, 8, 3 * fill) > _balance(out_features, 4, 8 * fill) + 0.05:
-        return Plan(8, 1024, 8, 1, vectors=True, prefetch=2048)
-    return Plan(4, 1024, 4, 1, vectors=True)
+        return MatrixPlan(8, 1024, 8, 1, vectors=True, prefetch=2048)
+    return MatrixPlan(4, 1024, 4, 1, vectors=True)
 
 
-def _matrix(out_features: int, in_features: int, device: torch.device) -> Plan:
+def _matrix(out_features: int, in_features: int, device: torch.device) -> MatrixPlan:
     fill = multiprocessors(device)
     if _balance(out_features, 32, fill) + 0.05 > _balance(out_features, 16, fill):
-        return Plan(32, 256, 4, 4, vectors=False, prefetch=2048 if in_features >= 8192 else 1024)
+        return MatrixPlan(32, 256, 4, 4, vectors=False, prefetch=2048 if in_features >= 8192 else 1024)
     if out_features <= 16 * fill:  # one program each, so it needs the more warps
-        return Plan(16, 256, 4, 4, vectors=False)
-    return Plan(16, 256, 2, 5, vectors=False)
+        return MatrixPlan(16, 256, 4, 4, vectors=False)
+    return MatrixPlan(16, 256, 2, 5, vectors=False)
 
 
 def _balance(out_features: int, rows: int, at_once: int) -> float:
@@ -123,13 +126,13 @@ def silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     return linear(silu_mul(gate_up), weight)
 
 
-def _plan_for(x: Tensor, weight: Tensor, in_features: int) -> Plan | None:
+def _plan_for(x: Tensor, weight: Tensor, in_features: int) -> MatrixPlan | None:
     if x.dtype == torch.float32 or x.dtype != weight.dtype or not (weight.is_contiguous() and x.is_contiguous()):
         return None
     return plan(x.shape[0], weight.shape[0], in_features, weight.device)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, silu: bool = False) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: MatrixPlan, *, silu: bool = False) -> Tensor:
     """`linear` by plan `how`; with `silu`, of `silu_mul(x)`."""
     tokens = x.shape[0]
     out_features, in_features = weight.shape
@@ -137,12 +140,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: Plan, *, silu:
     launch = options(x.device, num_warps=how.num_warps, num_stages=how.num_stages)
     kernel = _vectors_kernel if how.vectors else _matrix_kernel
     row_bytes = in_features * weight.element_size()
-    early = _PREFETCH_BYTES // (how.rows * max(128, min(how.prefetch, row_bytes)))
+    early = _PREFETCH_BYTES // (how.rows * max(_LINE, min(how.prefetch, row_bytes)))
     kernel[(triton.cdiv(out_features, how.rows),)](
         x, weight, weight if bias is None else bias, out, tokens, OUT=out_features, IN=in_features,
         HAS_BIAS=bias is not None, SILU=silu, ROWS=how.rows, COLUMNS=how.columns,
         TOKENS=triton.next_power_of_2(tokens) if how.vectors else MAX_TOKENS,
-        PREFETCH=min(how.prefetch, triton.next_power_of_2(row_bytes)) if launch["OVERLAP"] else 0, EARLY=early,
+        PREFETCH=min(how.prefetch, max(_LINE, triton.next_power_of_2(row_bytes))) if launch["OVERLAP"] else 0,
+        EARLY=early,
         STAGES=how.num_stages, **launch,
     )  # fmt: skip
     return out
