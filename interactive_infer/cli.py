@@ -7,16 +7,15 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import queue
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from interactive_infer.printer import StreamPrinter
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -135,7 +134,7 @@ async def _execute(notebook: NotebookNode) -> None:
             kernel_name="demo", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)]), **sockets
         )
         client = Client(notebook, km=manager, timeout=600, store_widget_state=False)
-        printer = _StreamPrinter()
+        printer = StreamPrinter()
         listening: list[asyncio.Task[None]] = []
 
         # nbclient hears a cell's messages only while that cell runs; a text goes on after its cell.
@@ -176,104 +175,6 @@ async def _execute(notebook: NotebookNode) -> None:
 
 def _python_path() -> str:
     return os.pathsep.join([str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-class _StreamPrinter:
-    """Prints what a running notebook shows, streamed texts as they come, from the kernel's published messages.
-
-    One stream has the line at a time. While it goes on, others wait until they have `CHUNK` characters; when it has
-    been silent for `PAUSE_S`, the next takes over at once.
-
-    Attributes:
-        last: the newest mime bundle of each display that was updated.
-    """
-
-    CHUNK = 60
-    PAUSE_S = 0.5
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.last: dict[str, dict[str, Any]] = {}
-        self._clock = clock
-        self._shown: dict[str, str] = {}  # per stream (a widget's comm, or a display), its text so far
-        self._waiting: dict[str, str] = {}  # per stream, what of it is not printed yet
-        self._stream_of: dict[str, str] = {}  # display id -> the widget's comm that it shows
-        self._speaker, self._spoke_at = "", -math.inf
-
-    def cell(self, cell: NotebookNode) -> None:
-        """Head the output of a cell that starts."""
-        if cell.cell_type == "code":
-            self.flush()
-            lines = cell.source.strip().splitlines()
-            head = f">>> {lines[0]}{' ...' * (len(lines) > 1)}"
-            print(f"\n\n\x1b[2m{head}\x1b[0m" if _colour() else f"\n\n{head}")
-            self._spoke_at = -math.inf
-
-    def flush(self) -> None:
-        """Print what still waits."""
-        for stream in list(self._waiting):
-            self._say(stream)
-
-    def hear(self, message: dict[str, Any]) -> None:
-        kind, content = message["header"]["msg_type"], message["content"]
-        if kind == "stream":
-            self._add("", content["text"])
-            self._say("")
-        elif kind == "comm_msg":
-            self._hear_widget(content["comm_id"], content["data"])
-        elif kind in ("display_data", "execute_result", "update_display_data"):
-            self._hear_display(kind, content)
-
-    def _hear_widget(self, comm: str, data: dict[str, Any]) -> None:
-        new = data.get("content") if data.get("method") == "custom" else data.get("state")
-        text = new.get("text") if isinstance(new, dict) else None
-        if isinstance(text, str):
-            start = new.get("start", 0) if isinstance(new, dict) and data["method"] == "custom" else 0
-            self._grow(comm, start, text)
-
-    def _hear_display(self, kind: str, content: dict[str, Any]) -> None:
-        data, display_id = content["data"], content.get("transient", {}).get("display_id", "")
-        widget = data.get("application/vnd.jupyter.widget-view+json")
-        if widget is not None:
-            self._stream_of[display_id] = widget["model_id"]
-            return
-        text = data.get("text/plain", "")
-        if kind == "update_display_data":
-            self.last[display_id] = data
-            self._grow(self._stream_of.get(display_id, display_id), 0, text)
-        elif not any(kind.startswith("image/") for kind in data):
-            self._grow(display_id or repr(content), 0, text)
-
-    def _grow(self, stream: str, start: int, text: str) -> None:
-        """Take what `text`, which begins at character `start` of the stream, adds to it."""
-        before = self._shown.get(stream, "")
-        whole = before[:start] + text
-        if start <= len(before) and len(whole) > len(before) and whole.startswith(before):
-            self._shown[stream] = whole
-            self._add(stream, whole[len(before) :])
-
-    def _add(self, stream: str, text: str) -> None:
-        self._waiting[stream] = self._waiting.get(stream, "") + text
-        silent = self._clock() - self._spoke_at > self.PAUSE_S
-        if stream == self._speaker or silent or len(self._waiting[stream]) >= self.CHUNK:
-            self._say(stream)
-
-    def _say(self, stream: str) -> None:
-        text = self._waiting.pop(stream, "")
-        if not text:
-            return
-        if stream != self._speaker and self._spoke_at > -math.inf:
-            print()
-        self._speaker, self._spoke_at = stream, self._clock()
-        print(_printable(text), end="", flush=True)
-
-
-def _printable(text: str) -> str:
-    """Model text is data: control characters, which could steer a terminal, are shown and not obeyed."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def _write(notebook: NotebookNode, folder: Path, name: str) -> list[Path]:

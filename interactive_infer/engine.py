@@ -70,6 +70,7 @@ class Engine:
         self.closed = False
         """Whether `close` is done. From its call on nothing new is taken."""
         self._closing = False
+        self._process = os.getpid()
         self._parts = parts
         self._prompts = parts.prompts
         self._options = options
@@ -365,6 +366,9 @@ class Engine:
         self._parts.device.follow_caller()  # on a card the change itself may still be under way
         self._steps.post(self._parts.weights_changed)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an engine cannot be copied or pickled: it holds a model, a device and threads; share this one")
+
     def __repr__(self) -> str:
         if self.closed:
             return f"<Engine {self.name} closed>"
@@ -375,7 +379,7 @@ class Engine:
 
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
         made = SamplingParams.make(params if params is not None else self.defaults.params, **sampling)
-        made.validate_for(self.vocab_size)
+        made.validate_for(self.vocab_size, self._parts.eos_token_ids)
         return made
 
     def _several(self, prompt: str | None, ids: list[int] | None, params: SamplingParams) -> list[Generation]:
@@ -403,7 +407,7 @@ class Engine:
     ) -> Generation:
         """Queue a generation whose first tokens are given."""
         self._check_open()
-        params.validate_for(self.vocab_size)
+        params.validate_for(self.vocab_size, self._parts.eos_token_ids)
         ids = parent._prompt_ids
         assert ids is not None
         if len(preset) > params.max_tokens:
@@ -480,6 +484,14 @@ class Engine:
     def _check_open(self) -> None:
         if self._closing or self.closed:
             raise EngineClosedError("this engine is closed; load it again with Engine.load")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                f"this engine belongs to process {self._process}, whose threads a fork does not copy; load one in this "
+                "process, and start it with multiprocessing's 'spawn'"
+            )
 
 
 def _batches(texts: list[tuple[str, list[Generation]]]) -> Iterator[list[tuple[str, list[Generation]]]]:

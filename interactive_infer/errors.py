@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import WrapperDescriptorType
+from typing import Any
 
 
 class InferError(Exception):
@@ -22,6 +23,18 @@ class InvalidRequestError(InferError, ValueError):
         if len(shown) > 80:
             shown = shown[:77] + "..."
         super().__init__(f"{argument}={shown}: {problem}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call the class with the message alone.
+        return _invalid_request, (type(self), self.args[0], self.argument, self.value)
+
+
+def _invalid_request(
+    kind: type[InvalidRequestError], message: str, argument: str, value: object
+) -> InvalidRequestError:
+    error = kind.__new__(kind, message)
+    error.argument, error.value = argument, value
+    return error
 
 
 class PromptTooLongError(InvalidRequestError):

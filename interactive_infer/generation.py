@@ -316,7 +316,7 @@ class Generation:
         engine = self._engine_ref()
         params = self.params.updated(**changes)
         if engine is not None:
-            params.validate_for(engine.vocab_size)
+            params.validate_for(engine.vocab_size, engine._parts.eos_token_ids)
         if self._output.finish_reason is not None:
             return False
         self.params = params
@@ -382,11 +382,15 @@ class Generation:
             raise EngineClosedError(
                 "the engine of this generation is closed (or was dropped: nothing referred to it); load it again"
             )
+        engine._check_process()
         return engine
 
     def _let_go(self) -> None:
         """It has ended: it keeps its engine alive no longer."""
         self._engine = self._abandon = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a generation cannot be copied or pickled; its `completion` can")
 
     def __del__(self) -> None:
         # Nothing refers to it, and it has not ended: it comes to life again for as long as that takes. Python calls

@@ -138,8 +138,9 @@ class SamplingParams:
         object.__setattr__(copy, "seed", seed)
         return copy
 
-    def validate_for(self, vocab_size: int) -> None:
-        """Checks the token ids in `stop_token_ids` and `logit_bias` against a vocabulary of that size."""
+    def validate_for(self, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        """Checks the token ids in `stop_token_ids` and `logit_bias` against a vocabulary of that size, and that one is
+        left to draw before `min_tokens`."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -148,6 +149,13 @@ class SamplingParams:
                         token_id,
                         f"is not in the vocabulary; this model's token ids are below {vocab_size}",
                     )
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        if self.min_tokens and len(ends) >= vocab_size:
+            raise InvalidRequestError(
+                "min_tokens",
+                self.min_tokens,
+                f"no token is left to draw: stop_token_ids are all {vocab_size} there are",
+            )
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))

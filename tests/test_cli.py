@@ -1,101 +1,16 @@
-"""The command line: what the demo prints and leaves, what doctor says, and what is said outside a checkout."""
+"""The command line: what the demo leaves, what doctor says, and what is said outside a checkout."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 
 import interactive_infer
 from interactive_infer import cli
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def custom(comm: str, start: int, text: str) -> dict[str, Any]:
-    data = {"method": "custom", "content": {"start": start, "text": text, "status": ""}}
-    return {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": comm, "data": data}}
-
-
-def synced(comm: str, text: str) -> dict[str, Any]:
-    data = {"method": "update", "state": {"text": text}}
-    return {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": comm, "data": data}}
-
-
-def display(kind: str, display_id: str, **data: Any) -> dict[str, Any]:
-    bundle = {name.replace("_", "/", 1): value for name, value in data.items()}
-    content = {"data": bundle, "transient": {"display_id": display_id}}
-    return {"header": {"msg_type": kind}, "content": content}
-
-
-def printed(text: str) -> dict[str, Any]:
-    return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text}}
-
-
-class TestStreamPrinter:
-    @pytest.fixture
-    def clock(self) -> Clock:
-        return Clock()
-
-    @pytest.fixture
-    def printer(self, clock: Clock) -> cli._StreamPrinter:
-        return cli._StreamPrinter(clock)
-
-    def test_only_what_is_new(self, printer: cli._StreamPrinter, capsys: pytest.CaptureFixture[str]) -> None:
-        for message in (custom("a", 0, "Once"), custom("a", 4, " upon"), synced("a", "Once upon a")):
-            printer.hear(message)
-        printer.hear(synced("a", "Once upon a"))
-        printer.hear(synced("a", "Once"))  # stale
-        printer.hear(custom("a", 90, "lost"))  # a message before it was lost; the next whole text heals it
-        printer.hear(synced("a", "Once upon a time"))
-        assert capsys.readouterr().out == "Once upon a time"
-
-    def test_streams_take_turns(
-        self, printer: cli._StreamPrinter, clock: Clock, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        printer.hear(custom("a", 0, "a1 "))
-        printer.hear(custom("b", 0, "b1 "))
-        printer.hear(custom("a", 3, "a2 "))
-        assert capsys.readouterr().out == "a1 a2 "
-        printer.hear(custom("b", 3, "b" * 60))
-        assert capsys.readouterr().out == "\nb1 " + "b" * 60
-        clock.now = 1.0
-        printer.hear(custom("a", 6, "a3"))
-        assert capsys.readouterr().out == "\na3"
-        printer.hear(custom("b", 63, "end"))
-        printer.flush()
-        assert capsys.readouterr().out == "\nend"
-
-    def test_print_is_at_once(self, printer: cli._StreamPrinter, capsys: pytest.CaptureFixture[str]) -> None:
-        printer.hear(custom("a", 0, "a"))
-        printer.hear(printed("said\n"))
-        assert capsys.readouterr().out == "a\nsaid\n"
-
-    def test_a_display_and_the_widget_it_shows_are_one_stream(
-        self, printer: cli._StreamPrinter, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        view = display("display_data", "d", text_plain="TokenView()")
-        view["content"]["data"]["application/vnd.jupyter.widget-view+json"] = {"model_id": "a"}
-        printer.hear(view)
-        printer.hear(custom("a", 0, "Once"))
-        printer.hear(display("update_display_data", "d", text_plain="Once upon"))
-        assert capsys.readouterr().out == "Once upon"
-        assert printer.last == {"d": {"text/plain": "Once upon"}}
-
-    def test_model_text_cannot_steer_the_terminal(
-        self, printer: cli._StreamPrinter, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        printer.hear(custom("a", 0, "\x1b[2Jline\n\t日本 🙂\x07\x9b\u202e"))
-        assert capsys.readouterr().out == "\\x1b[2Jline\n\t日本 🙂\\x07\\x9b\\u202e"
 
 
 def test_as_a_module() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -576,6 +578,38 @@ class TestLoops:
         root = Path(__file__).parents[1]
         ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 7, ended.stderr
+
+
+class TestOtherHands:
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+    async def test_engine_and_generation_cannot_be_duplicated(self, engine, duplicate):
+        gen = ask(engine, max_tokens=30)
+        for what in (engine, gen):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                duplicate(what)
+        assert (await gen).finish_reason == "length"
+        assert (await ask(engine)).finish_reason == "length"
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+    async def test_a_forked_child_is_told_that_the_engine_is_not_its_own(self, engine):
+        unfinished = ask(engine, max_tokens=200)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            told = []
+            for call in (lambda: ask(engine), unfinished.result_sync, engine.info):
+                try:
+                    call()
+                except EngineClosedError as error:
+                    told.append(f"belongs to process {os.getppid()}" in str(error))
+            os.write(write, repr(told).encode())
+            os._exit(0)
+        os.close(write)
+        assert await asyncio.to_thread(os.read, read, 100) == b"[True, True, True]"
+        os.close(read)
+        os.waitpid(child, 0)
+        assert (await unfinished).finish_reason == "length"
 
 
 class TestFailures:

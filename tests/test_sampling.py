@@ -141,6 +141,15 @@ def test_token_ids_are_checked_against_the_vocabulary() -> None:
         SamplingParams(logit_bias={100: 1.0}).validate_for(100)
 
 
+def test_a_token_is_left_before_min_tokens() -> None:
+    most = {"min_tokens": 1, "stop_token_ids": list(range(99))}
+    SamplingParams(**most).validate_for(100)
+    SamplingParams(**most, ignore_eos=True).validate_for(100, frozenset({99}))
+    SamplingParams(stop_token_ids=list(range(100))).validate_for(100)
+    with pytest.raises(InvalidRequestError, match=r"min_tokens=1.*stop_token_ids"):
+        SamplingParams(**most).validate_for(100, frozenset({99}))
+
+
 def test_tiny_temperatures_are_greedy() -> None:
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=1e-6).greedy
     assert not SamplingParams(temperature=1e-4).greedy

@@ -98,7 +98,12 @@ class Graphs:
         Takes tens of milliseconds: not for the loop's thread. Others may use the card meanwhile, from their threads:
         the capture mode is thread-local. (`torch.cuda.graph` would collect garbage and stop the card first.)
         """
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._lock, torch.cuda.device(self._device):
+            torch.cuda.current_blas_handle()  # each thread has its own, which cannot be made during a capture
+            self._capture(key, work)
+
+    def _capture(self, key: Hashable, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
