@@ -42,7 +42,6 @@ SECTIONS: dict[str, tuple[Section, int, int]] = {
     "floor": (gpu_speed.floor, 40, 0),
     "sampling": (gpu_speed.sampling, 40, 0),
     "blocking": (gpu_speed.blocking, 60, 0),
-    "recorder": (gpu_loop.recorder, 60, 0),
     "host": (gpu_loop.host, 60, 0),
     "cancel": (gpu_loop.cancel, 30, 0),
     "prefill": (gpu_loop.prefill, 60, 0),

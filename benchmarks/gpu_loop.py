@@ -7,14 +7,12 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from gpu_bench import Bench, Crowd, Heartbeat, Table, captured, run, spread
+from gpu_bench import Bench, Crowd, Heartbeat, Table, captured, spread
 
-from interactive_infer.timeline.recorder import Phase, Recorder, Recording
+from interactive_infer.timeline.recorder import Phase, Recording
 
 HOST = (Phase.PLAN, Phase.LAUNCH, Phase.COMMIT)
 
@@ -199,50 +197,6 @@ def _host_us(recording: Recording, count: int) -> dict[str, list[float]]:
     return {name: [found[name] for found in whole] for name in names} | {
         "plan + launch + commit": [sum(found.values()) for found in whole]
     }
-
-
-async def recorder(bench: Bench) -> list[Table]:
-    """What recording costs: tokens/s with the recorder, and with one whose methods do nothing."""
-    engine = await bench.engine()
-    rows: list[list[object]] = []
-    for count in (1, 64):
-        rates: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(2 * bench.sizes.turns):
-            for on in (True, False) if turn % 2 else (False, True):
-                engine.reset_prefix_cache()
-                with _recording(on):
-                    found = await run(engine, bench.prompts(count, bench.sizes.prompt), bench.sizes.new)
-                rates[on].append(found.rate)
-        rows.append(
-            [
-                count,
-                max(rates[True]),
-                max(rates[False]),
-                100 * max(rates[True]) / max(rates[False]),
-                100 * statistics.median(rates[True]) / statistics.median(rates[False]),
-            ]
-        )
-    return [
-        Table(
-            f"tokens/s with and without recording, {bench.sizes.new} out, best of {2 * bench.sizes.turns}",
-            ["requests", "recorded", "not", "best, %", "medians, %"],
-            rows,
-        )
-    ]
-
-
-@contextmanager
-def _recording(on: bool) -> Iterator[None]:
-    names = ("record", "step", "lag", "runnable")
-    usual = {name: getattr(Recorder, name) for name in names}
-    if not on:
-        for name in names:
-            setattr(Recorder, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, method in usual.items():
-            setattr(Recorder, name, method)
 
 
 async def cancel(bench: Bench) -> list[Table]:
