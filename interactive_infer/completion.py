@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,6 +70,10 @@ class Timing:
     total: float | None
     tokens_per_second: float | None
 
+    def __repr__(self) -> str:
+        shown = (f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self))
+        return f"Timing({', '.join(shown)})"
+
 
 class Completion:
     """What a generation came to, or had come to when it was asked. `token_ids` are the generated ones, a stop token
@@ -133,3 +137,7 @@ class Completion:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         return f"<Completion {self.finish_reason}, {self.usage.completion_tokens} tokens: {text!r}>"
+
+
+def _short(number: float | None) -> str:
+    return "None" if number is None else f"{number:.4g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class EngineInfo:
     num_running: int
     num_paused: int
     kv_tokens_in_use: int
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """As a cell's last line."""
+        printer.text(str(self))
 
     def __str__(self) -> str:
         return (

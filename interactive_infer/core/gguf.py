@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Raised when what a conversion writes changes, so that older folders are left aside."""
 
-_HEAD_BYTES = 1 << 20
+_HEAD_BYTES = 16 << 20
+_PIECES, _PIECE_BYTES = 64, 64 << 10
 _ABANDONED_AFTER_S = 24 * 3600
 
 
@@ -44,16 +45,26 @@ def cache_folder() -> Path:
 def converted_folder(path: Path) -> Path:
     """The folder that `path`'s conversion has, or will have.
 
-    Named after the file's name, size, modification time and first MiB, and after the version of transformers
-    (5.17 and 5.24 build different tokenizers from one file).
+    Named after what the file holds, wherever it lies, and after the version of transformers (5.17 and 5.24 build
+    different tokenizers from one file).
     """
     import transformers
 
-    status = path.stat()
-    with path.open("rb") as file:
-        head = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
-    key = f"{FORMAT} {transformers.__version__} {path.name} {status.st_size} {status.st_mtime_ns} {head}"
+    key = f"{FORMAT} {transformers.__version__} {path.name} {_fingerprint(path)}"
     return cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _fingerprint(path: Path) -> str:
+    """Of its size, its first 16 MiB, where all but the weights are, and 64 pieces of the rest: files of other weights
+    differ nearly everywhere, and a file of gigabytes takes no longer to look at than a small one."""
+    size = path.stat().st_size
+    seen = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        seen.update(file.read(_HEAD_BYTES))
+        for piece in range(1, _PIECES + 1):
+            file.seek(max(size * piece // _PIECES - _PIECE_BYTES, 0))
+            seen.update(file.read(_PIECE_BYTES))
+    return seen.hexdigest()
 
 
 def convert(path: Path, progress: Progress) -> Path:

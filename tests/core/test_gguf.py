@@ -136,6 +136,13 @@ class TestConversion:
         path = write_gguf(tmp_path / "tiny.gguf")
         first = gguf.converted_folder(path)
         os.utime(path, ns=(1, 1))
+        copied = tmp_path / "elsewhere" / "tiny.gguf"
+        copied.parent.mkdir()
+        copied.write_bytes(path.read_bytes())
+        assert gguf.converted_folder(path) == gguf.converted_folder(copied) == first
+        held = bytearray(path.read_bytes())
+        held[-1] ^= 1
+        path.write_bytes(held)
         assert gguf.converted_folder(path) != first
 
     @pytest.mark.parametrize("damage", ["truncated", "emptied"])

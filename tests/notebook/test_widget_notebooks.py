@@ -36,7 +36,7 @@ async def test_a_text_is_steered_while_it_is_written(kernel_name: str) -> None:
     await execute(notebook, kernel_name)
     paused = re.search(r"paused with (\d+) tokens", text_of(notebook, "steer"))
     assert paused is not None and 21 <= int(paused[1]) <= 24
-    assert "length: 160 tokens, temperature 1.3 at the end" in text_of(notebook, "steer")
+    assert "length: 160 tokens, temperature 1.0 at the end" in text_of(notebook, "steer")
     (text,) = only_static(notebook, "stream")
     assert "160 tokens" in text["text/html"] and html.escape(text["text/plain"]) in text["text/html"]
     (controls,) = only_static(notebook, "controls")
