@@ -16,6 +16,8 @@ from interactive_infer.timeline.recorder import Phase, Work
 from interactive_infer.timeline.recording import Recording, Records
 
 Window = tuple[int, int]
+FURTHEST_NS = 2**62
+"""Times lie between this and its negative, so that no difference of two leaves int64."""
 
 HOST_WORK = (Phase.PLAN, Phase.LAUNCH, Phase.COMMIT, Phase.DETOKENIZE, Phase.PUBLISH)
 # What goes on while nothing is to be done.
@@ -42,9 +44,12 @@ def window_of(recording: Recording, last: float | None = None) -> Window:
     if not len(starts):
         return 0, 0
     t0, t1 = max(int(starts.min()), recording.complete_from), int(ends.max())
-    if last is not None:
-        t0 = max(t0, t1 - round(last * 1e9))
-    return min(t0, t1), t1
+    return min(last_of(t0, t1, last), t1), t1
+
+
+def last_of(t0: int, t1: int, last: float | None) -> int:
+    """Where the `last` seconds of [t0, t1) begin; t0 where it has no more."""
+    return t0 if last is None or last * 1e9 >= t1 - t0 else t1 - round(last * 1e9)
 
 
 def busy_intervals(

@@ -18,6 +18,7 @@ def beside(recordings: Mapping[str, Recording]) -> dict[str, Recording]:
     host as spans of the phase OTHER, by their names.
 
     Then a device that works for one engine is not idle for another, and a bubble can be put down to another engine.
+    Each is as complete, and its clock as exact, as the worst of them: what is missing of one is missing in all.
     """
     return {
         name: _joined(recording, {other: theirs for other, theirs in recordings.items() if other != name})
@@ -48,4 +49,6 @@ def _joined(recording: Recording, others: Mapping[str, Recording]) -> Recording:
         work_names=np.concatenate(work_names),
         spans=np.concatenate(spans),
         names=np.concatenate(names),
+        complete_from=max(each.complete_from for each in (recording, *others.values())),
+        clock_error_ns=max(each.clock_error_ns for each in (recording, *others.values())),
     )

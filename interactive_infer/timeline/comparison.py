@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interactive_infer.timeline.analysis import Window, window_of
+from interactive_infer.timeline.analysis import Window, last_of, window_of
 from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.figure import (
     DPI,
@@ -111,8 +111,7 @@ def _windows(recordings: dict[str, Recording], last: float | None, together: boo
         return windows
     known = [window for window in windows.values() if window[0] < window[1]] or list(windows.values())
     t0, t1 = min(t0 for t0, _ in known), max(t1 for _, t1 in known)
-    t0 = t0 if last is None else max(t0, t1 - round(last * 1e9))
-    return dict.fromkeys(windows, (t0, t1))
+    return dict.fromkeys(windows, (last_of(t0, t1, last), t1))
 
 
 def _share(share: float | None) -> str:

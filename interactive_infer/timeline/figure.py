@@ -5,6 +5,7 @@ No pyplot: nothing is registered globally, so a figure is shown once, and freed 
 
 from __future__ import annotations
 
+import bisect
 import io
 from typing import Any
 
@@ -32,6 +33,7 @@ _LEAST = 0.12  # of a lane's height, two pixels: the least that something is dra
 _STEP_PIXELS = 8  # of a step's width: from there on, steps without a gap between them are told apart
 TITLE, LABEL, SMALL = 11.0, 9.0, 8.5  # points
 MARGIN = 0.012  # of the figure's width, left of texts
+_MOST_CHARACTERS = 600  # of a text: two lines of the narrowest
 _FONT = "DejaVu Sans"  # matplotlib brings it along
 
 
@@ -139,7 +141,8 @@ def draw_lanes(axes: Axes, lanes: list[Lane], summary: Summary, length_ns: int, 
     for row, lane in enumerate(lanes):
         half = 0.4 if lane.is_device else 0.34
         if _is_crowded(lane.parts, window) and length > _BINS:
-            edges = np.linspace(*window, _BINS + 1).astype(np.int64)
+            # In whole numbers: a float of so many ns since 1970 is off by hundreds.
+            edges = np.array([window[0] + length * pixel // _BINS for pixel in range(_BINS + 1)], np.int64)
             whole = coverage(lane.parts[0][0], edges)
             drawn = np.where(whole > 0, np.maximum(whole, _LEAST), 0)
             stretch = np.divide(drawn, whole, out=np.zeros(_BINS), where=whole > 0)
@@ -217,7 +220,7 @@ def _draw_lag(axes: Axes, recording: Recording, window: Window, scale: float, co
     """Each heartbeat as a stem at the time it ran, as high as it was late, and the slope of its lateness before. Of
     those in one pixel, the latest."""
     beats = lags_in(recording, window)
-    pixel = (beats["at"] - window[0]) * _BINS // max(window[1] - window[0], 1)
+    pixel = ((beats["at"] - window[0]) / max(window[1] - window[0], 1) * _BINS).astype(np.int64)
     order = np.lexsort((beats["lag"], pixel))
     beats = beats[order[np.append(np.flatnonzero(np.diff(pixel[order])), len(order) - 1)]]
     x, late = (beats["at"] - window[0]) / scale, beats["lag"] / 1e6
@@ -290,24 +293,29 @@ def font(size: float, **more: Any) -> dict[str, Any]:
 
 def wrapped(text: str, size: float, *, bold: bool = False) -> str:
     """`text` in lines as long as the figure is wide."""
-    line, lines = "", []
-    for word in plain(text).split(" "):
+    line, lines, width = "", [], WIDTH_IN * (1 - 2 * MARGIN)
+    for word in plain(_start_of(text)).split(" "):
         longer = f"{line} {word}" if line else word
-        if line and _width_in(longer, size, bold) > WIDTH_IN * (1 - 2 * MARGIN):
+        if line and _width_in(longer, size, bold) > width:
             lines.append(line)
             longer = word
-        line = longer
+        line = fitting(longer, width, size, bold=bold)
     return "\n".join([*lines, line])
 
 
 def fitting(text: str, inches: float, size: float, *, bold: bool = False) -> str:
     """`text` in one line, cut off where it would be wider."""
-    shown = plain(text)
+    shown = plain(_start_of(text))
     if _width_in(shown, size, bold) <= inches:
         return shown
-    while shown and _width_in(shown + "…", size, bold) > inches:
-        shown = shown[:-1]
-    return shown.rstrip() + "…"
+    # A name may be long, and measuring takes as long as what is measured: halve what is in question.
+    length = bisect.bisect_right(range(len(shown)), inches, key=lambda n: _width_in(shown[:n] + "…", size, bold)) - 1
+    return shown[: max(length, 0)].rstrip() + "…"
+
+
+def _start_of(text: str) -> str:
+    """What of `text` can be drawn at all."""
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
 
 
 def _width_in(text: str, size: float, bold: bool = False) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -27,16 +27,25 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _CLOCK = "interactive_infer clock"
 _MARKS = 8
 _POLL_S = 0.01
+_session = threading.Lock()
+"""Held while a profile runs, until its trace is written: torch has one profiler a process, and a second crashes it."""
 
 
 class Profile:
     """A window in which torch.profiler sees every kernel, those of replayed CUDA graphs too.
 
     `async with timeline.profile(steps=50):` ends with the 50th step that is recorded in it, or with the block if that
-    comes first; `with timeline.profile():` with the block. Then the kernels are on the timeline (on a CPU: the
-    outermost operators), and `window` is the stretch in which none is missing: a RuntimeWarning says where kernels of
-    replayed steps are, and busy shares stay those of steps. Starting and stopping the profiler holds the loop, the
-    first start on a card for seconds; while it runs, launches are slower.
+    comes first; `with timeline.profile():`, which takes no `steps`, with the block. Then the kernels are on the
+    timeline (on a CPU: the outermost operators), and `window` is the stretch in which none is missing: a RuntimeWarning
+    says where kernels of replayed steps are, and busy shares stay those of steps.
+
+    Starting and stopping the profiler holds the loop, the first start on a card for seconds. So does reading what it
+    saw, though in a thread: parsing JSON keeps the GIL, about a second for 150,000 kernels. While it runs, launches are
+    slower.
+
+    torch has one profiler a process. Raises InvalidRequestError where one is running (another profile, or a
+    `torch.profiler.profile` of the user's), and at the end of the block where one was run inside of it, which ends this
+    one. One whose schedule still waits or warms up cannot be seen: torch crashes when it begins.
 
     The profiler's clock is placed on `time.perf_counter_ns` by marks, each made between two readings, at the beginning
     and at the end.
@@ -53,6 +62,7 @@ class Profile:
         self._recorder = recorder
         self._steps = steps
         self._profiler: Any = None
+        self._trace = b""
         self._readings: list[tuple[int, int]] = []
         self._ended_ns = 0
         self._watch: asyncio.Task[None] | None = None
@@ -62,7 +72,14 @@ class Profile:
         """Whether the window has ended: with the steps that were asked for, or the block."""
         return self._ended_ns > 0
 
+    def __repr__(self) -> str:
+        steps = "its block" if self._steps is None else f"{self._steps} steps"
+        return f"<Profile of {steps}>"
+
     def __enter__(self) -> Self:
+        if self._steps is not None:
+            problem = "only `async with` can end it with a step; leave `steps` out to profile the whole block"
+            raise InvalidRequestError("steps", self._steps, problem)
         self._start()
         return self
 
@@ -81,10 +98,8 @@ class Profile:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+        if self._watch is not None and not self._watch.cancel() and not self._watch.cancelled():
+            self._watch.result()  # raises what ending it there failed with
         self._stop()
         await asyncio.to_thread(self._take)
 
@@ -94,26 +109,68 @@ class Profile:
         self._stop()
 
     def _start(self) -> None:
+        if self._readings:
+            raise InvalidRequestError("profile", self, "it has begun already; each block takes a profile of its own")
+        is_free = _session.acquire(blocking=False)
+        if not is_free or _is_profiling():
+            if is_free:
+                _session.release()
+            problem = "a profile is already running in this process, and torch has one at a time; end that first"
+            raise InvalidRequestError("profile", self, problem)
+        try:
+            self._begin()
+        except BaseException:  # an interrupt too, for which a card's first start has seconds
+            try:
+                self._end()
+            finally:
+                _session.release()
+            raise
+
+    def _begin(self) -> None:
         import torch
         from torch._C._profiler import _ExperimentalConfig
-        from torch.profiler import ProfilerActivity, profile
+        from torch.autograd import profiler
 
         # Which spans of torch a card's profile keeps is no matter here, and each costs time; the CPU has nothing else.
         self._on_card = self._recorder.device != CPU and torch.cuda.is_available()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_card else [])]
-        self._profiler = profile(
-            activities=activities,
+        # Not torch.profiler's wrapper: in 2.11 it warns that it forgets earlier cycles, of which there are none, and
+        # when told to keep them it makes an object of every event, seconds in which the loop is held.
+        self._profiler = profiler.profile(
+            use_device="cuda" if self._on_card else None,
+            use_kineto=True,
             experimental_config=_ExperimentalConfig(profile_all_threads=not self._on_card),
         )
-        self._profiler.start()
+        self._profiler.__enter__()
         self._mark()
         self._begun_ns = time.perf_counter_ns()
 
     def _stop(self) -> None:
-        if not self.done:
-            self._ended_ns = time.perf_counter_ns()
-            self._mark()
-            self._profiler.stop()
+        """End the profiler, and have it write what it saw: that keeps the GIL too."""
+        if self.done:
+            return
+        self._ended_ns = time.perf_counter_ns()
+        try:
+            try:
+                self._mark()
+            finally:
+                is_ours = self._end()
+            if not is_ours:  # it holds nothing, and torch crashes when nothing is written
+                problem = "another profiler, run inside of the block, has ended this one: run one after the other"
+                raise InvalidRequestError("profile", self, problem)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "trace.json")
+                self._profiler.export_chrome_trace(str(path))
+                self._trace = path.read_bytes()
+        finally:
+            self._profiler = None
+            _session.release()
+
+    def _end(self) -> bool:
+        """False where another profiler has ended this one."""
+        if not _is_profiling():
+            return False
+        self._profiler.__exit__(None, None, None)
+        return True
 
     def _mark(self) -> None:
         from torch.profiler import record_function
@@ -125,19 +182,15 @@ class Profile:
 
     def _take(self) -> None:
         """Put the kernels on the timeline."""
-        profiler, self._profiler = self._profiler, None
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(path))
-            del profiler
-            data = json.loads(path.read_text(encoding="utf-8"))
+        data, self._trace = json.loads(self._trace), b""
         rows, names = _rows(_on_device(data) if self._on_card else _operators(data))
         starts = np.array([start for start, _, _ in _events(data, ("user_annotation",), _CLOCK)], np.int64)
         rows = _placed(rows, np.sort(starts), np.array(self._readings, np.int64))
         self.window = self._begun_ns, self._ended_ns
         inside = (rows["end"] > self._begun_ns) & (rows["start"] < self._ended_ns)
         self.num_kernels = int(inside.sum())
-        self._recorder.make_room(self.num_kernels)
+        others = int((self._recorder.snapshot().work["end"] > self._begun_ns).sum())  # the user's device spans
+        self._recorder.make_room(self.num_kernels + others)
         for (_, start, end, _, stream, device), name in zip(rows[inside].tolist(), names[inside].tolist(), strict=True):
             self._recorder.work(start, end, name, kind=Work.KERNEL, stream=stream, device=device)
         steps = self._recorder.snapshot().steps
@@ -152,6 +205,13 @@ class Profile:
             )
         else:
             self._recorder.profiled(*self.window)
+
+
+def _is_profiling() -> bool:
+    """Whether torch has a profiler running, begun by any thread (the one flag) or by this one (the other)."""
+    import torch
+
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 def _without_kernels(steps: Intervals, starts: NDArray[np.int64], names: NDArray[np.object_]) -> int:

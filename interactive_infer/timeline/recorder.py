@@ -99,7 +99,7 @@ class Recorder:
         self._lags = Ring(LAG, lags)
         self._edges = Ring(RUNNABLE, edges)
         self._asked = Ring(ASKED, asked)
-        self._profiled: list[tuple[int, int]] = []
+        self._profiled: list[tuple[int, int, int]] = []  # its start, end, and the number of its first kernel
         self._begun: dict[tuple[Phase, int], int] = {}
         self._batch = b""
         self._count = 0
@@ -189,15 +189,21 @@ class Recorder:
 
     def profiled(self, start_ns: int, end_ns: int) -> None:
         """Say that every kernel of this stretch has been added (`work`, of the kind KERNEL)."""
-        self._profiled = [*self._profiled, (start_ns, end_ns)][-64:]
+        work = self._work.read()
+        inside = (work["kind"] == Work.KERNEL) & (work["end"] > start_ns) & (work["start"] < end_ns)
+        first = int(work["number"][inside].min(initial=2**62))  # without any: none can be pushed out
+        if first > self._work.first and len(work) and first == work["number"][0]:
+            first = 0  # some may have been by now
+        self._profiled = [*self._profiled, (start_ns, end_ns, first)][-64:]
 
     def make_room(self, work: int) -> None:
-        """Let so many records of work in at a time, which a profiled window may have; older ones may go.
+        """Let so many records of work in at a time, which a profiled window may have; older ones may go, but for one,
+        which shows that none of these has.
 
         What another thread adds at this very moment may be lost.
         """
-        if work > self._work.capacity:
-            self._work = self._work.grown(work)
+        if work >= self._work.capacity:
+            self._work = self._work.grown(work + 1)
 
     def asked(self, at_ns: int, generation: int, first: int = 0) -> None:
         """A generation was asked for at `at_ns`; the first token that it draws has the index `first`."""
@@ -236,14 +242,19 @@ class Recorder:
             )
             if len(rows) and rows["number"][0] > ring.first
         ]
+        oldest, whole = self._work.first, 0
+        if len(work) and work["number"][0] > oldest:
+            oldest, whole = int(work["number"][0]), int(work["end"][0])
+        if (work["kind"] != Work.KERNEL).any():  # it makes the device busy outside of profiled windows too
+            full.append(whole)
         names = self._spans.labels(spans, "")
         if begun := self._begun:
             now = time.perf_counter_ns()
             rows = [(0, start, max(now, start), phase, ref) for (phase, ref), start in begun.items()]
             spans, names = np.concatenate([spans, np.array(rows, SPAN)]), np.append(names, [""] * len(rows))
         # Where kernels have been overwritten the profile is not whole.
-        whole = int(work["end"][0]) if len(work) and work["number"][0] > self._work.first else 0
-        profiled = [(max(start, whole), end) for start, end in self._profiled if end > whole]
+        begins = [(whole if oldest > first else start, start, end) for start, end, first in self._profiled]
+        profiled = [(max(begin, start), end) for begin, start, end in begins if begin < end]
         return Recording(
             spans,
             names,
@@ -298,7 +309,8 @@ class Recorder:
             ring: Ring = getattr(recorder, f"_{name}")
             for row, label in zip(rows.tolist(), labels.get(name, [None] * len(rows)), strict=True):
                 ring.write(*row[1:], label=label or None)
-        recorder._profiled = [(start, end) for start, end in recording.profiled.tolist()]
+        for start, end in recording.profiled.tolist():
+            recorder.profiled(start, end)
         recorder._complete_from = recording.complete_from
         if len(recording.runnable):
             recorder._count = int(recording.runnable["count"][-1])
@@ -306,7 +318,10 @@ class Recorder:
 
 
 class Span:
-    """The context manager of `Recorder.span`; good for one `with`."""
+    """The context manager of `Recorder.span`; good for one `with` at a time.
+
+    Raises InvalidRequestError when it is begun twice, or ended without having begun.
+    """
 
     __slots__ = ("_name", "_phase", "_recorder", "_ref", "_start")
 
@@ -315,15 +330,26 @@ class Span:
         self._phase = phase
         self._ref = ref
         self._name = name
+        self._start: int | None = None
 
     def __enter__(self) -> Self:
+        if self._start is not None:
+            raise InvalidRequestError("span", self._title, "it has begun already; give every block a span of its own")
         self._start = time.perf_counter_ns()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._recorder.record(self._phase, self._start, time.perf_counter_ns(), self._ref, self._name)
+        end = time.perf_counter_ns()
+        start, self._start = self._start, None
+        if start is None:
+            raise InvalidRequestError("span", self._title, "it has not begun, or has ended; use it as `with span:`")
+        self._recorder.record(self._phase, start, end, self._ref, self._name)
+
+    @property
+    def _title(self) -> str:
+        return self._name or self._phase.name.lower()
 
 
 class GCWatch:

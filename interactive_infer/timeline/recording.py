@@ -33,7 +33,7 @@ _NOTHING = -(2**62)  # in a batch: this row drew no token
 class Recording:
     """A recorder's content at one moment: structured arrays in the order of recording, fields as in their dtypes.
 
-    spans: SPAN; `ref` is the step's number for PLAN, LAUNCH, COMMIT and AWAIT, the execution count for CELL, the
+    spans: SPAN; `ref` is the step's number for PLAN, LAUNCH, COMMIT and AWAIT, the cell's number for CELL, the
         generation (0 to 2) for GC.
     names: object array of str, one a span, "" where it has none.
     steps: STEP; see `Recorder.step`.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline.analysis import Window, duration
 from interactive_infer.timeline.recording import Recording, batch_numbers
 from interactive_infer.timeline.tokens import tokens_of
@@ -39,7 +40,10 @@ class Step:
         return self.end_ns - self.start_ns
 
     def around(self, seconds: float = 0.05) -> Window:
-        """A window with that much on either side, for `summary` and `figure`."""
+        """A window with that much on either side (0 to 1e9 s), for `summary` and `figure`."""
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not (is_number and 0 <= seconds <= 1e9):
+            raise InvalidRequestError("seconds", seconds, "give a number of seconds, 0 to 1e9")
         return self.start_ns - round(seconds * 1e9), self.end_ns + round(seconds * 1e9)
 
     def __str__(self) -> str:

@@ -204,7 +204,9 @@ class Summary:
         body = "".join(
             f"<tr>{cell}{html.escape(what)}</td>{cell}{html.escape(value)}</td></tr>" for what, value in self.rows()
         )
-        return f"<table><caption>{html.escape(self.headline())}</caption><tbody>{body}</tbody></table>"
+        # Names are data: a front end would set what stands between two dollar signs as mathematics.
+        caption = f"<caption>{html.escape(self.headline())}</caption>"
+        return f'<table class="mathjax_ignore tex2jax_ignore">{caption}<tbody>{body}</tbody></table>'
 
 
 def summarize(recording: Recording, window: Window, *, device: str = "device", source: str = STEP_EVENTS) -> Summary:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from interactive_infer.errors import InvalidRequestError, MissingPackageError
 from interactive_infer.timeline import trace
-from interactive_infer.timeline.analysis import Window, window_of
+from interactive_infer.timeline.analysis import FURTHEST_NS, Window, window_of
 from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.device_spans import DeviceEvents, DeviceSpan, DeviceSpans
 from interactive_infer.timeline.profiler import Profile
@@ -159,7 +159,11 @@ class Timeline:
         return Timeline._of(self.recording(), self.device, self.source)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the records as Chrome trace-event JSON: opens in ui.perfetto.dev, and in `Timeline.load`."""
+        """Write the records as Chrome trace-event JSON: opens in ui.perfetto.dev, and in `Timeline.load`.
+
+        A file that is there is replaced only once the new one is whole. Raises InvalidRequestError where `path` is no
+        path, OSError (of `path`) where it cannot be written.
+        """
         trace.save(self.recording(), path, device=self.device, source=self.source)
 
     @classmethod
@@ -167,7 +171,7 @@ class Timeline:
         """A timeline from a file that `save` wrote, with equal records; or from a trace that torch.profiler exported
         (`.json` or `.json.gz`), with its kernels, or on a CPU the outermost operators.
 
-        Raises FileNotFoundError when there is none, InvalidRequestError when it is something else.
+        Raises FileNotFoundError when there is none, InvalidRequestError when it is something else, or damaged.
         """
         return Timeline._of(*trace.load(path))
 
@@ -240,8 +244,10 @@ def _chosen(recording: Recording, last: float | None, window: Window | None) -> 
         return window_of(recording, last)
     try:
         t0, t1 = (int(at) for at in window)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError("window", window, "give (t0, t1) in ns on time.perf_counter_ns") from error
     if t1 <= t0 or last is not None:
         raise InvalidRequestError("window", window, "give (t0, t1) with t0 < t1, and no `last` beside it")
+    if not -FURTHEST_NS < t0 < t1 < FURTHEST_NS:
+        raise InvalidRequestError("window", window, "give (t0, t1) in ns, between -2**62 and 2**62")
     return t0, t1

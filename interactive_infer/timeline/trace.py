@@ -10,6 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import threading
+import zlib
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline.analysis import FURTHEST_NS
+from interactive_infer.timeline.intervals import intervals
 from interactive_infer.timeline.profiler import from_profile, is_profile
 from interactive_infer.timeline.recorder import Phase, Work
 from interactive_infer.timeline.recording import (
@@ -39,15 +43,35 @@ _LAG_TRACK, _RUNNABLE_TRACK = "loop lag (ms)", "runnable sequences"
 
 
 def save(recording: Recording, path: str | PathLike[str], *, device: str, source: str) -> None:
-    """Write `recording`; the file at `path` is replaced only once the new one is whole."""
-    target = Path(path)
+    """Write `recording`; the file at `path`, or where a link there leads, is replaced only once the new one is whole.
+
+    What is no file (a device, a pipe) is written to. Errors are the file system's, of `path`.
+    """
+    target = Path(os.path.realpath(_checked(path)))
     text = json.dumps(to_dict(recording, device=device, source=source), separators=(",", ":"))
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _replace(target: Path, text: str) -> None:
+    part = target.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _checked(path: str | PathLike[str]) -> str:
+    name = os.fspath(path) if isinstance(path, str | PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidRequestError("path", path, "give the path of a file, a string or a Path")
+    return name
 
 
 def to_dict(recording: Recording, *, device: str = "device", source: str = "") -> dict[str, Any]:
@@ -128,26 +152,40 @@ def to_dict(recording: Recording, *, device: str = "device", source: str = "") -
 
 def load(path: str | PathLike[str]) -> tuple[Recording, str, str]:
     """(recording, device, source) from a file that `save` wrote, or torch.profiler (also gzipped)."""
-    raw = Path(path).read_bytes()
+    raw = Path(_checked(path)).read_bytes()
     try:
         data = json.loads(gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw)
-    except (ValueError, OSError, EOFError) as error:  # not JSON, not UTF-8, not gzip
+    except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:  # not JSON, not UTF-8, not gzip
         raise InvalidRequestError("path", os.fspath(path), f"not a JSON file: {error}") from error
     try:
         if is_profile(data):
             recording = from_profile(data)
             if len(recording.work):
+                _check(recording)
                 return recording, "GPU" if (recording.work["device"] >= 0).any() else "CPU", profiled_source(recording)
             raise InvalidRequestError("path", os.fspath(path), "a trace without kernels or operators")
         other = data.get("otherData") if isinstance(data, dict) else None
         if not isinstance(other, dict) or other.get("format") != FORMAT:
             raise InvalidRequestError("path", os.fspath(path), "not a trace of Timeline.save or torch.profiler")
-        return from_dict(data), str(other["device"]), str(other["source"])
+        recording = from_dict(data)
+        _check(recording)
+        return recording, str(other["device"]), str(other["source"])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, InvalidRequestError):
             raise
         problem = f"a damaged trace ({type(error).__name__}: {error}); save it again"
         raise InvalidRequestError("path", os.fspath(path), problem) from error
+
+
+def _check(recording: Recording) -> None:
+    """Raises ValueError for what no recorder holds."""
+    spans = [intervals(rows) for rows in (recording.spans, recording.steps, recording.work)]
+    if any((span[:, 1] < span[:, 0]).any() for span in (*spans, recording.profiled)):
+        raise ValueError("a span ends before its start")
+    moments = [rows["at"] for rows in (recording.lags, recording.runnable, recording.asked)]
+    times = np.concatenate([*(span.ravel() for span in (*spans, recording.profiled)), *moments])
+    if ((times <= -FURTHEST_NS) | (times >= FURTHEST_NS)).any():
+        raise ValueError("a time beyond 2**62 ns")
 
 
 def from_dict(data: dict[str, Any]) -> Recording:
@@ -171,6 +209,8 @@ def from_dict(data: dict[str, Any]) -> Recording:
             held = start, args["generation"], args["first"]
         elif kind == "device":
             held = start, end, *(args[name] for name in _STEP_FIELDS)
+            if len(args["generations"]) != len(args["drawn"]):
+                raise ValueError("a step with as many generations as drawn tokens was expected")
             batches.append(batch_bytes(args["generations"], args["drawn"], args["step_id"]))
         elif kind == "work":
             held = start, end, Work[args["kind"].upper()], args["stream"], args["device"]

@@ -456,3 +456,23 @@ def test_loading_does_not_stretch_the_window() -> None:
     recorder.record(Phase.LOAD, T - 9_000 * MS, T - 500 * MS, name="a model")
     recorder.record(Phase.CAPTURE, T - 500 * MS, T - 400 * MS)
     assert window_of(recorder.snapshot()) == (T, T + 60 * MS)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [(0, float("inf")), (float("nan"), 1), (0, 2**63), (0, 2**64), (-(2**62), 0), (0, 2**62), (5, 5), (1,), "x", 3],
+)
+def test_a_bad_window_is_answered(window: object) -> None:
+    timeline = Timeline(planted())
+    for call in (timeline.summary, timeline.figure, timeline.show):
+        with pytest.raises(InvalidRequestError, match="window"):
+            call(window=window)  # type: ignore[operator]
+
+
+def test_a_window_may_be_as_wide_as_times_are() -> None:
+    timeline = Timeline(planted())
+    timeline.recorder.lag(T, 5 * MS)
+    widest = 1 - 2**62, 2**62 - 1
+    assert 0 < timeline.summary(window=widest).busy < 1e-9  # type: ignore[operator]
+    assert timeline.figure(window=widest)._repr_png_()
+    assert timeline.summary(1e308) == timeline.summary()

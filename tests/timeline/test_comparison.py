@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline import Phase, Timeline, compare, together
+from interactive_infer.timeline import Phase, Recorder, Timeline, compare, together
 from interactive_infer.timeline.beside import beside
 from interactive_infer.timeline.comparison import rows_of
 from interactive_infer.timeline.summary import summarize
@@ -102,3 +103,21 @@ def test_a_copy_stays_as_it_was() -> None:
 def test_what_cannot_be_compared(timelines: Any) -> None:
     with pytest.raises(InvalidRequestError, match="timelines"):
         compare(timelines)
+
+
+def test_what_is_missing_of_one_engine_is_missing_for_the_other() -> None:
+    """b worked all the time, but only its last 50 steps are recorded."""
+    a, b = Timeline(), Timeline(Recorder(steps=50))
+    a.recorder.runnable(0, 1)
+    for number in range(100):
+        start = number * MS
+        a.recorder.record(Phase.PLAN, start, start + 1, number)
+        b.recorder.step(start, start + MS, step_id=number, batch_size=1, tokens=1, prefill_tokens=0)
+    a.recorder.step(98 * MS, 99 * MS, step_id=1, batch_size=1, tokens=1, prefill_tokens=0)
+    b.clock = SimpleNamespace(error_ns=700)
+    joined = together({"a": a, "b": b})
+    for timeline in joined.values():
+        held = timeline.recording()
+        assert (held.complete_from, held.clock_error_ns) == (51 * MS, 700)
+    summary = joined["a"].summary()
+    assert (summary.busy, summary.bubbles, summary.clock_error_ns) == (1.0, (), 700)

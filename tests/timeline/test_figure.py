@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline import Phase, Timeline
+from interactive_infer.timeline import Phase, Timeline, Work
 
 matplotlib = pytest.importorskip("matplotlib")
 
 from matplotlib.text import Text  # noqa: E402
 
+from interactive_infer.timeline import figure as figure_module  # noqa: E402
 from interactive_infer.timeline.figure import fitting  # noqa: E402
 from interactive_infer.timeline.lanes import THEMES  # noqa: E402
 
@@ -283,3 +284,41 @@ def test_a_notebook_shows_it_once_with_and_without_pyplots_formatter(made: Timel
 
 def test_svg(made: Timeline, tmp_path: object) -> None:
     made.figure().savefig(f"{tmp_path}/t.svg")
+
+
+def test_the_time_to_fit_a_text_does_not_grow_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    usual = figure_module._width_in
+
+    def width_in(text: str, size: float, bold: bool = False) -> float:
+        measured.append(len(text))
+        return usual(text, size, bold)
+
+    monkeypatch.setattr(figure_module, "_width_in", width_in)
+    for text in ("a" * 100_000, "i" * 100_000, "two words " * 10_000):
+        measured.clear()
+        cut = fitting(text, 1.0, 9.0)
+        assert cut.endswith("…") and text.startswith(cut[:-1])
+        assert usual(cut, 9.0) <= 1.0 < usual(text[: len(cut) + 1] + "…", 9.0), "as much as there is room for"
+        assert len(measured) <= 20 and sum(measured) < 5_000
+        timeline = Timeline()
+        timeline.recorder.step(0, 1_000, step_id=1, batch_size=1, tokens=1, prefill_tokens=0)
+        timeline.recorder.step(5_000, 9_000, step_id=2, batch_size=1, tokens=1, prefill_tokens=0)
+        timeline.recorder.record(Phase.USER, 1_000, 5_000, name=text)
+        measured.clear()
+        figure = timeline.figure()
+        assert len(measured) < 500 and sum(measured) < 100_000
+        assert figure.bbox.height < 600
+        for shown in figure.texts:
+            assert shown.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_kernels_on_a_clock_that_counts_from_1970_are_drawn_to_the_nanosecond() -> None:
+    base = 1_790_000_000_000_000_123
+    timeline = Timeline()
+    for number in range(3_000):
+        timeline.recorder.work(base + 50 * number, base + 50 * number + 20, "k", kind=Work.KERNEL)
+    figure = timeline.figure(window=(base, base + 150_000))
+    (kernels,) = (part for part in stairs(figure.axes[0])[1:2])
+    assert np.isfinite(kernels).all() and kernels.mean() == pytest.approx(0.4, abs=0.01)
+    assert kernels.min() > 0.3 and kernels.max() < 0.5

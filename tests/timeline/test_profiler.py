@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,8 +22,6 @@ from interactive_infer.timeline.profiler import Profile, _placed, _without_kerne
 from interactive_infer.timeline.recorder import CPU, Recorder
 from interactive_infer.timeline.recording import WORK
 from interactive_infer.timeline.summary import KERNELS, OPERATORS
-
-pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
 
 
 def event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
@@ -157,14 +157,14 @@ def test_in_a_profiled_window_host_work_is_hidden_by_kernels() -> None:
 class FakeProfiler:
     """torch.profiler on a card: its clock is an hour off, and between its marks a kernel ran for half of a step."""
 
-    def __init__(self, activities: list[Any], experimental_config: object) -> None:
-        assert set(activities) == {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
+    def __init__(self, use_device: str | None, use_kineto: bool, experimental_config: object) -> None:
+        assert use_device == "cuda" and use_kineto
 
-    def start(self) -> None:
-        pass
+    def __enter__(self) -> None:
+        torch.autograd.profiler._run_on_profiler_start()
 
-    def stop(self) -> None:
-        pass
+    def __exit__(self, *_: object) -> None:
+        torch.autograd.profiler._run_on_profiler_stop()
 
     def export_chrome_trace(self, path: str) -> None:
         readings = self.of._readings  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ class FakeProfiler:
 
 def test_on_a_card_kernels_count_and_operators_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
+    monkeypatch.setattr(torch.autograd.profiler, "profile", FakeProfiler)
     timeline = Timeline(Recorder(device=0))
     with timeline.profile() as profile:
         start = time.perf_counter_ns()
@@ -270,3 +270,152 @@ def test_kernels_that_fell_out_of_the_ring_shorten_the_profiled_window() -> None
 def test_no_kernel_no_operator() -> None:
     rows, names = kernels_of({"traceEvents": []})
     assert len(rows) == len(names) == 0
+
+
+async def test_steps_without_await_are_refused() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    with pytest.raises(InvalidRequestError, match="steps=5: only `async with`"), timeline.profile(steps=5):
+        pass
+    async with timeline.profile(steps=5):
+        pass  # nothing of the refused one runs
+
+
+SECOND = r"""
+import sys, threading
+import torch
+from torch.profiler import ProfilerActivity, profile
+from interactive_infer.errors import InvalidRequestError
+from interactive_infer.timeline import Recorder, Timeline
+from interactive_infer.timeline.recorder import CPU
+
+ours = lambda: Timeline(Recorder(device=CPU)).profile()
+theirs = lambda: profile(activities=[ProfilerActivity.CPU])
+first, second, where = sys.argv[1:]
+refused = []
+
+def inner():
+    try:
+        with globals()[second]():
+            torch.ones(3) + 1
+    except InvalidRequestError as error:
+        refused.append(str(error))
+
+try:
+    with globals()[first]() as outer:
+        if where == "thread":
+            thread = threading.Thread(target=inner)
+            thread.start()
+            thread.join()
+        else:
+            inner()
+        torch.ones(3) + 1
+except InvalidRequestError as error:
+    refused.append(str(error))
+print(refused)
+if second == "ours":
+    assert len(refused) == 1 and "is already running" in refused[0]
+    assert first == "theirs" or outer.num_kernels >= 2, "the first one goes on"
+else:
+    assert len(refused) == 1 and "has ended this one" in refused[0]
+with ours() as later:
+    torch.ones(3) + 1
+assert later.num_kernels >= 2
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "thread"])
+@pytest.mark.parametrize(("first", "second"), [("ours", "ours"), ("theirs", "ours"), ("ours", "theirs")])
+def test_a_second_profiler_is_refused_and_crashes_nothing(first: str, second: str, where: str) -> None:
+    """In a process of its own, which a segmentation fault would end."""
+    command = [sys.executable, "-c", SECOND, first, second, where]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+
+async def test_two_tasks_do_not_profile_at_once() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    begun, end = asyncio.Event(), asyncio.Event()
+
+    async def first() -> Profile:
+        async with timeline.profile(steps=10**6) as profile:
+            begun.set()
+            await end.wait()
+        return profile
+
+    task = asyncio.create_task(first())
+    await begun.wait()
+    with pytest.raises(InvalidRequestError, match=r"profile=<Profile of its block>: a profile is already running"):
+        async with timeline.profile():
+            pass
+    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    end.set()
+    assert (await task).num_kernels >= 1
+    async with timeline.profile() as second:
+        pass
+    with pytest.raises(InvalidRequestError, match="takes a profile of its own"), second:
+        pass
+
+
+async def test_a_profile_that_cannot_begin_or_end_leaves_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    for method in ("__enter__", "__exit__"):
+        with monkeypatch.context() as broken:
+            usual = getattr(torch.autograd.profiler.profile, method)
+
+            def fails(*args: Any, usual: Any = usual) -> None:
+                usual(*args)
+                broken.setattr(torch.autograd.profiler.profile, method, usual)  # noqa: B023
+                raise KeyError("interrupted")
+
+            broken.setattr(torch.autograd.profiler.profile, method, fails)
+            with pytest.raises(KeyError, match="interrupted"):
+                async with timeline.profile():
+                    pass
+        async with timeline.profile() as profile:
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        assert profile.num_kernels >= 1
+
+
+async def test_a_cancelled_block_is_profiled_up_to_there() -> None:
+    timeline = Timeline(Recorder(device=CPU))
+    begun = asyncio.Event()
+
+    async def block() -> None:
+        async with timeline.profile(steps=10**6):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+            begun.set()
+            await asyncio.sleep(600)
+
+    task = asyncio.create_task(block())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(timeline.recording().work) >= 1
+    with timeline.profile():
+        pass
+
+
+def test_the_profiler_neither_warns_nor_makes_an_object_of_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's torch.profiler warns at every start of a cycle; to keep all cycles' events stop parses them."""
+
+    def warns(*_: object) -> None:
+        raise AssertionError("Profiler clears events at the end of each cycle")
+
+    monkeypatch.setattr(torch.profiler.profile, "prepare_trace", warns)
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_ensure_function_events", warns)
+    with Timeline(Recorder(device=CPU)).profile() as profile:
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    assert profile.num_kernels >= 1
+
+
+def test_a_larger_second_profile_is_known_as_a_whole_too() -> None:
+    timeline = Timeline(Recorder(device=CPU, work=4))
+    for products in (30, 50):
+        with timeline.profile() as profile:
+            for _ in range(products):
+                with timeline.span("mine", device=True):
+                    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+            timeline.recording()  # settles the spans: they are older records than the kernels
+        summary = timeline.summary(window=profile.window)
+        assert profile.num_kernels >= products and summary.source == OPERATORS

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.timeline import Phase, Recorder
+from interactive_infer.timeline import Phase, Recorder, Timeline, Work
 
 
 def test_keeps_what_it_was_told_in_order() -> None:
@@ -245,5 +245,50 @@ def test_room_for_a_profile_keeps_what_there_is_and_readers_where_they_are() -> 
     held = recorder.snapshot()
     assert held.work["start"].tolist() == [*range(2, 20)] and held.work_names.tolist()[3:6] == ["k5", "even", "k7"]
     assert recorder.tail((0, 0, read, 0, 0))[2]["start"].tolist() == [*range(6, 20)]
-    recorder.profiled(0, 100)
-    assert recorder.snapshot().profiled.tolist() == [[3, 100]], "what was pushed out before is still gone"
+    assert recorder.snapshot().complete_from == 3, "what was pushed out before is still gone"
+
+
+def test_where_device_work_was_pushed_out_busy_says_nothing() -> None:
+    """Back to back the device was busy all the time; the records of the first half are gone."""
+    timeline = Timeline(Recorder(work=50))
+    for at in range(0, 1_000, 10):
+        timeline.recorder.record(Phase.USER, at, at + 1)
+        timeline.recorder.work(at, at + 10, "x")
+    assert timeline.recording().complete_from == 510 and timeline.summary().busy == 1.0
+
+
+def test_kernels_that_were_pushed_out_only_shorten_the_profile() -> None:
+    recorder = Recorder(work=4)
+    recorder.step(0, 100, step_id=1, batch_size=1, tokens=1, prefill_tokens=0)
+    for at in range(10):
+        recorder.work(10 * at, 10 * at + 5, "k", kind=Work.KERNEL)
+    assert recorder.snapshot().complete_from == 0
+
+
+def test_a_span_is_begun_and_ended_by_turns() -> None:
+    recorder = Recorder()
+    for span in (recorder.span("mine"), Timeline(recorder).span("mine", device=True)):
+        with pytest.raises(InvalidRequestError, match="span='mine': it has not begun"):
+            span.__exit__(None, None, None)
+        for _ in range(2):
+            with span, pytest.raises(InvalidRequestError, match="span='mine': it has begun"):
+                span.__enter__()
+        with pytest.raises(InvalidRequestError, match="span='mine': it has not begun, or has ended"):
+            span.__exit__(None, None, None)
+    assert recorder.snapshot().names.tolist() == 4 * ["mine"]
+    with pytest.raises(InvalidRequestError, match="span='plan'"):
+        recorder.span(Phase.PLAN, 3).__exit__(None, None, None)
+
+
+def test_each_larger_profile_is_whole() -> None:
+    recorder = Recorder(work=4)
+    for begin, count in ((0, 9), (1_000, 10), (2_000, 500)):
+        recorder.make_room(count)
+        for at in range(begin, begin + count):
+            recorder.work(at, at + 1, "k", kind=Work.KERNEL)
+        recorder.profiled(begin, begin + count)
+        assert recorder.snapshot().profiled.tolist()[-1] == [begin, begin + count]
+    recorder.work(5_000, 5_001, "a later one")
+    assert recorder.snapshot().profiled.tolist() == [[2_000, 2_500]]
+    recorder.work(5_001, 5_002, "pushes the first one out")
+    assert recorder.snapshot().profiled.tolist() == [[2_002, 2_500]], "what is there from the end of the second on"

@@ -36,6 +36,8 @@ def test_a_summary_reads_and_is_escaped(hostile: str, made: Timeline) -> None:
     assert "CPU device busy" in str(summary) and "upper bound" in str(summary)
     shown = summary._repr_html_()
     assert "<img" not in shown and "&lt;img" in shown
+    # Else a front end sets what is between the name's dollar signs as mathematics.
+    assert shown.startswith('<table class="mathjax_ignore tex2jax_ignore">') and "$\\frac{1}$" in shown
     assert "bubbles=" not in repr(summary)  # thousands of them
 
 

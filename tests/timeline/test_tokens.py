@@ -96,6 +96,9 @@ def test_what_is_unknown_or_gone_is_none() -> None:
     assert newest is not None and newest.step_id == 4 and newest.kind == "decode"
     assert str(newest) == "step 4: decode of 1 token in 1 text, eager, 0.0 µs"
     assert newest.around(1e-8) == (newest.start_ns - 10, newest.end_ns + 10)
+    for seconds in (float("nan"), float("inf"), "a", None, -1, 1e30, True):
+        with pytest.raises(InvalidRequestError, match="seconds"):
+            newest.around(seconds)  # type: ignore[arg-type]
 
 
 def test_objects_with_numbers_are_understood_and_others_refused() -> None:
