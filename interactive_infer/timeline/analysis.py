@@ -30,7 +30,8 @@ def window_of(recording: Recording, last: float | None = None) -> Window:
     """From the first record of work to the newest, or the `last` seconds of that; (t0, t1) in ns.
 
     Loading, capturing, cells, garbage collections, callbacks and loop lag go on while nothing is to be done, so they do
-    not stretch the window (unless there is nothing else). It never reaches back beyond `recording.complete_from`.
+    not stretch the window (unless there is nothing else). It never reaches back beyond `recording.complete_from`. While
+    a step is in flight nobody knows since when the device works on it: then the window ends with the last known step.
     """
     is_number = isinstance(last, int | float) and not isinstance(last, bool)
     if last is not None and not (is_number and 0 < last < float("inf")):
@@ -44,6 +45,9 @@ def window_of(recording: Recording, last: float | None = None) -> Window:
     if not len(starts):
         return 0, 0
     t0, t1 = max(int(starts.min()), recording.complete_from), int(ends.max())
+    launched, steps = spans["ref"][spans["phase"] == Phase.LAUNCH], recording.steps
+    if len(launched) and len(steps) and launched.max() > steps["step_id"].max():
+        t1 = max(t0, int(steps["end"].max()))
     return min(last_of(t0, t1, last), t1), t1
 
 

@@ -476,3 +476,17 @@ def test_a_window_may_be_as_wide_as_times_are() -> None:
     assert 0 < timeline.summary(window=widest).busy < 1e-9  # type: ignore[operator]
     assert timeline.figure(window=widest)._repr_png_()
     assert timeline.summary(1e308) == timeline.summary()
+
+
+def test_a_step_in_flight_ends_the_window_at_the_last_known_one() -> None:
+    recorder = Recorder()
+    recorder.runnable(T, 1)
+    for number, start in ((1, 0), (2, 8)):
+        recorder.record(Phase.LAUNCH, T + start * MS, T + (start + 1) * MS, number)
+    recorder.step(T + MS, T + 10 * MS, step_id=1, batch_size=1, tokens=1, prefill_tokens=0)
+    recorder.runnable(T + 25 * MS, 0)  # cancelled, with step 2 on the device
+    held = recorder.snapshot()
+    assert window_of(held) == (T, T + 10 * MS)
+    assert all(bubble.cause != "unknown" for bubble in find_bubbles(held, window_of(held)))
+    recorder.step(T + 10 * MS, T + 28 * MS, step_id=2, batch_size=1, tokens=1, prefill_tokens=0)
+    assert window_of(recorder.snapshot()) == (T, T + 28 * MS)
