@@ -99,7 +99,8 @@ class Graphs:
         the capture mode is thread-local. (`torch.cuda.graph` would collect garbage and stop the card first.)
         """
         with self._lock, torch.cuda.device(self._device):
-            torch.cuda.current_blas_handle()  # each thread has its own, which cannot be made during a capture
+            if isinstance(key, Shape):  # a forward: each thread has a cuBLAS handle, which no capture can make
+                torch.cuda.current_blas_handle()
             self._capture(key, work)
 
     def _capture(self, key: Hashable, work: Callable[[], object]) -> None:
