@@ -87,15 +87,19 @@ def in_a_kernel(number: int, seconds: float) -> dict[str, Any]:
         client.wait_for_ready(timeout=120)
         listener = threading.Thread(target=listen)
         listener.start()
-        run_cell(client, FEED)
-        run_cell(client, f"writers = made({number}, {int(100 * seconds)})\nfor one in writers: one.generation.show()")
-        time.sleep(1)
-        counted["messages"] = counted["bytes"] = 0
-        run_cell(client, f"print(json.dumps(await feed(writers, {seconds})))")
-        time.sleep(1)
+        try:
+            run_cell(client, FEED)
+            run_cell(
+                client, f"writers = made({number}, {int(100 * seconds)})\nfor one in writers: one.generation.show()"
+            )
+            time.sleep(1)
+            counted["messages"] = counted["bytes"] = 0
+            run_cell(client, f"print(json.dumps(await feed(writers, {seconds})))")
+            time.sleep(1)
+        finally:
+            done.set()
+            listener.join()
     finally:
-        done.set()
-        listener.join()
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         manager.cleanup_resources()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from interactive_infer.notebook.hostile import printable
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
@@ -102,11 +104,6 @@ class StreamPrinter:
             print()
         self._speaker, self._spoke_at = stream, self._clock()
         print(printable(text), end="", flush=True)
-
-
-def printable(text: str) -> str:
-    """Model text is data: control characters, which could steer a terminal, are shown and not obeyed."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _colour() -> bool:

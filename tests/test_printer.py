@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from interactive_infer import Engine
+from interactive_infer.notebook.hostile import printable
 from interactive_infer.notebook.widgets.stream import Stream
-from interactive_infer.printer import StreamPrinter, printable
+from interactive_infer.printer import StreamPrinter
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ _of_shells: weakref.WeakKeyDictionary[Any, Cells] = weakref.WeakKeyDictionary()
 
 
 def cells_of(shell: Any) -> Cells:
-    """The one `Cells` of a shell, made at the first call."""
+    """The one `Cells` of a shell, made at the first call. Raises something where the shell is not as IPython's is."""
     cells = _of_shells.get(shell)
     if cells is None:
         cells = _of_shells[shell] = Cells(shell)
@@ -96,9 +97,24 @@ def cells_of(shell: Any) -> Cells:
 
 
 def record_cells(recorder: Recorder) -> None:
-    """Put the user's cells on a timeline, from the running one on. Outside IPython: nothing. From any thread."""
-    if (cells := _here()) is not None:
-        cells.record(recorder)
+    """Put the user's cells on a timeline, from the running one on. Outside IPython: nothing. From any thread.
+
+    A shell that is not as IPython's is has none there; a warning says so.
+    """
+    shell = _shell()
+    if shell is None:
+        return
+    try:
+        cells = cells_of(shell)
+    except Exception as error:
+        warnings.warn(
+            f"{type(shell).__name__} is not a shell as this version of interactive_infer knows it "
+            f"({type(error).__name__}: {error}): its cells are not on the timeline",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    cells.record(recorder)
 
 
 @contextmanager
@@ -108,14 +124,15 @@ def recorded_callback(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if (cells := _here()) is not None:
+        shell = _shell()
+        cells = None if shell is None else _of_shells.get(shell)
+        if cells is not None:
             cells.called(name, start_ns, time.perf_counter_ns())
 
 
-def _here() -> Cells | None:
+def _shell() -> Any:
     if "IPython" not in sys.modules:
         return None
     from IPython.core.getipython import get_ipython
 
-    shell = get_ipython()
-    return None if shell is None else cells_of(shell)
+    return get_ipython()

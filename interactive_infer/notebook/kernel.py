@@ -5,8 +5,8 @@ subshells) on another thread with another loop; 7.4 sends no idle status for it,
 handler of the kernel's shell stream is wrapped: comm messages of the widgets named here are taken out of it and
 handled as they arrive, everything else goes the kernel's own way, in the kernel's own order.
 
-Most of what this touches is private to ipykernel (docs/notebook.md lists it). It is looked for first: where something
-is not there, nothing is changed and one warning says so.
+Most of what this touches is private to ipykernel or IPython (docs/notebook.md lists it). It is looked for first: where
+something is not there, nothing is changed and one warning says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from interactive_infer.errors import InvalidRequestError
-from interactive_infer.notebook.cells import cells_of, recorded_callback
+from interactive_infer.notebook.cells import Cells, cells_of, recorded_callback
 
 Which = Literal["ours", "all", "off"]
 Frames = list[Any]
@@ -82,7 +82,7 @@ class LiveComms:
         self._kernel = kernel
         self._which: Which = "ours"
         self._comms: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self._cells = cells_of(kernel.shell)
+        self._cells: Cells | None = None
         self._state: Literal["new", "installed", "refused"] = "new"
 
     @property
@@ -116,6 +116,7 @@ class LiveComms:
         kernel = self._kernel
         try:
             self._check()
+            self._cells = cells_of(kernel.shell)
             channel = getattr(kernel, "shell_channel_thread", None)  # ipykernel 7's: receives, and hands out to threads
             if channel is None:
                 _wrap(kernel.shell_stream, self._take)
@@ -147,7 +148,7 @@ class LiveComms:
         """Raises where something of what `_handle` uses is missing."""
         kernel = self._kernel
         _ = kernel._parent_ident["shell"], kernel.get_parent("shell"), kernel.set_parent, kernel._publish_status
-        _ = kernel.iopub_socket, kernel.io_loop, kernel.comm_manager.comms, kernel.log
+        _ = kernel.io_loop, kernel.comm_manager.comms, kernel.log
         _ = kernel.session.feed_identities, kernel.session.deserialize, kernel.session.unpack
         missing = _MESSAGES - set(kernel.shell_handlers)
         if missing:
@@ -244,7 +245,8 @@ class LiveComms:
 
     def _call(self, idents: Any, message: dict[str, Any], callback: Any) -> None:
         kernel, kind = self._kernel, message["header"]["msg_type"]
-        if kind == "comm_msg" and self._cells.running and callback is not None:
+        in_a_cell = self._cells is not None and self._cells.running
+        if kind == "comm_msg" and in_a_cell and callback is not None:
             callback(message)  # `comm.handle_msg` without its events
             return
         kernel.shell_handlers[kind](kernel.shell_stream, idents, message)

@@ -22,7 +22,7 @@ from interactive_infer.timeline.recorder import CPU, Phase, Work
 from interactive_infer.timeline.recording import Recording
 from interactive_infer.timeline.summary import Summary, device_name
 
-_HOST_LANES = {
+HOST_LANES = {
     Phase.PLAN: "plan",
     Phase.LAUNCH: "launch",
     Phase.COMMIT: "commit",
@@ -135,7 +135,7 @@ def lanes_of(
     shade = {Phase.AWAIT: colors.awaiting, Phase.OTHER: colors.foreign}
     shade |= dict.fromkeys((Phase.CELL, Phase.USER), colors.user)
     shade |= dict.fromkeys((Phase.LOAD, Phase.CAPTURE, Phase.GC, Phase.CALLBACK), colors.other)
-    for phase, label in _HOST_LANES.items():
+    for phase, label in HOST_LANES.items():
         if phase is Phase.AWAIT:
             part = awaiting_intervals(recording, window)
         elif brief and phase in HOST_WORK:

@@ -10,6 +10,7 @@ from tests.browser.lab import LabPage
 
 START = """
 import asyncio, time
+from interactive_infer.notebook.widgets import panel
 from interactive_infer.notebook.widgets.timeline_view import TimelineView
 from interactive_infer.timeline import Phase, Timeline
 
@@ -29,13 +30,14 @@ async def step():
 
 stepping = asyncio.ensure_future(step())
 sent = []
-send = TimelineView.send
-TimelineView.send = lambda view, content, buffers: (sent.append(content["first"]), send(view, content, buffers))[1]
+publish = TimelineView._publish
+TimelineView._publish = lambda view, *rest: (sent.append(view._after is None), publish(view, *rest))[1]
+panel.UNSEEN_AFTER_S = 11.0
 view = timeline.live(3.0)
 view
 """
 COUNT = "print(len(sent), sum(sent))"
-END = "stepping.cancel()"
+SENDING = "print(view.sending)"
 # Of the page's canvas: how many pixels there are of the colour that a decode step has.
 BLUE = """
 (canvas) => {
@@ -63,12 +65,12 @@ async def blue_beyond(count: int, canvas: Any) -> int:
 
 
 async def test_it_scrolls_what_the_kernel_records(lab_page: OpenPage, expect: Any) -> None:
-    page = await lab_page([START, COUNT, END])
+    page = await lab_page([START, COUNT])
     await page.run_cells(0)
     output = page.output(0)
-    said = output.locator(".interactive-infer-timeline-view .said")
+    said = output.locator(".timeline-view .said")
     await expect(said).to_contain_text("<b>GPU</b> busy")
-    assert await output.locator(".interactive-infer-timeline-view b").count() == 0
+    assert await output.locator(".timeline-view b").count() == 0
     canvas = output.locator("canvas")
     await page.page.wait_for_function("(text) => /busy [1-9]/.test(text.textContent)", arg=await said.element_handle())
     few = await blue_beyond(0, canvas)
@@ -78,22 +80,59 @@ async def test_it_scrolls_what_the_kernel_records(lab_page: OpenPage, expect: An
     await page.page.wait_for_timeout(1_500)
     after = await count(page)
     assert after[0] - before[0] >= 3, "two messages a second or more"
+
+
+async def test_who_goes_on_looking_goes_on_seeing(lab_page: OpenPage, expect: Any) -> None:
+    page = await lab_page([START, COUNT, SENDING])
+    await page.run_cells(0)
+    await expect(page.output(0).locator(".timeline-view .said")).to_contain_text("busy")
+    await page.page.wait_for_timeout(14_000)  # longer than a page that says nothing is taken to be there
     await page.run_cells(2)
+    assert (await page.printed(2)).strip() == "True"
+    assert (await count(page))[1] == 1, "in one piece"
 
 
 async def test_nothing_is_sent_while_it_is_hidden(lab_page: OpenPage, expect: Any) -> None:
-    page = await lab_page([START, COUNT, END])
+    page = await lab_page([START, COUNT, SENDING])
+
+    async def until_sending(expected: str) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                await page.run_cells(2)
+                if (await page.printed(2)).strip() == expected:
+                    return
+                await asyncio.sleep(0.2)
+
     await page.run_cells(0)
-    said = page.output(0).locator(".interactive-infer-timeline-view .said")
+    said = page.output(0).locator(".timeline-view .said")
     await expect(said).to_contain_text("busy")
-    view = page.output(0).locator(".interactive-infer-timeline-view")
+    view = page.output(0).locator(".timeline-view")
     await view.evaluate("(element) => { element.style.display = 'none'; }")
-    await page.page.wait_for_timeout(500)
+    await until_sending("False")
     hidden = await count(page)
     await page.page.wait_for_timeout(1_000)
     assert await count(page) == hidden
     await view.evaluate("(element) => { element.style.display = ''; }")
+    await until_sending("True")
     await page.page.wait_for_timeout(1_000)
     seen = await count(page)
     assert seen[0] > hidden[0] and seen[1] == hidden[1] + 1, "seen again, the last seconds come at once"
-    await page.run_cells(2)
+
+
+async def test_it_is_alive_after_a_reload_and_reads_well_without_its_kernel(lab_page: OpenPage, expect: Any) -> None:
+    page = await lab_page([START, COUNT, SENDING])
+    await page.run_cells(0)
+    output = page.output(0)
+    await expect(output.locator(".said")).to_contain_text("busy")
+    await page.save()
+    await expect(output.locator("canvas")).to_be_visible()  # what is saved does not disturb what is seen
+    await page.reload()
+    await expect(output.locator("canvas")).to_be_visible()
+    await blue_beyond(0, output.locator("canvas"))
+    await page.save()
+    await page.shut_down()
+    await page.reload()
+    await expect(output).to_contain_text("<b>GPU</b> busy")
+    await expect(output).to_contain_text("in the last 3 s")
+    await expect(output.locator("canvas")).to_have_count(0)
+    await page.screenshot("timeline-view-saved")

@@ -106,7 +106,7 @@ async def test_a_token_explains_itself_by_mouse_and_by_keyboard(lab_page: OpenPa
 
 
 async def test_a_view_that_nobody_sees_is_sent_nothing(lab_page: OpenPage, expect: Any) -> None:
-    count = "from interactive_infer.notebook.display import Follower\nprint(Follower.open_views)"
+    count = "from interactive_infer.notebook.follower import Follower\nprint(Follower.open_views)"
     page = await lab_page([LOAD, START, count, "gen.cancel()"])
 
     async def open_views() -> str:
@@ -133,6 +133,54 @@ async def test_a_view_that_nobody_sees_is_sent_nothing(lab_page: OpenPage, expec
     )
     await page.run_cells(3)
     await state(page, 1, expect, "finished")
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_a_page_that_is_reloaded_goes_on_showing_what_is_written(
+    hidden: bool, lab_page: OpenPage, expect: Any
+) -> None:
+    count = "from interactive_infer.notebook.follower import Follower\nprint(Follower.open_views)"
+    run = "run = board.run('a cat', max_tokens=400, ignore_eos=True)"
+    page = await lab_page([LOAD, START, f"board = engine.playground()\nboard\n{run}\nboard", count])
+    await page.run_cells(0, 1, 2)
+    views = [page.output(index).locator(".token-view .lines") for index in (1, 2)]
+    for view in views:
+        await expect(view).not_to_be_empty()
+    if hidden:
+        for root in (".token-view", ".playground"):
+            await page.page.locator(f".jp-Notebook {root}").first.evaluate("(node) => { node.style.display = 'none'; }")
+        async with asyncio.timeout(60):
+            while (await page.run_cells(3), await page.printed(3))[1].strip() != "0":
+                await asyncio.sleep(0.2)
+    await page.save()
+    await page.reload()
+    for view, at in zip(views, (1, 2), strict=True):
+        await page.show_cell(at)
+        await expect(view).not_to_be_empty()
+        before = len(await view.text_content() or "")
+        async with asyncio.timeout(60):
+            while len(await view.text_content() or "") <= before:
+                await asyncio.sleep(0.2)
+
+
+async def test_a_number_that_is_cleared_comes_back_and_changes_nothing(lab_page: OpenPage, expect: Any) -> None:
+    page = await lab_page([LOAD + "engine.controls()", "print(engine.defaults.params)"])
+    await page.run_cells(0, 1)
+    before = await page.printed(1)
+    for label, value in (("temperature, exact value", "1"), ("max tokens", "256")):
+        field = page.output(0).get_by_label(label, exact=True)
+        for key in ("Enter", "Tab"):
+            await field.fill("")
+            await field.press(key)
+            await expect(field).to_have_value(value)
+        await field.focus()
+        for key in ("ControlOrMeta+a", "e", "Enter"):  # no number yet
+            await field.press(key)
+        await expect(field).to_have_value(value)
+    await asyncio.sleep(1)
+    await page.run_cells(1)
+    assert await page.printed(1) == before
+    await expect(page.output(0).get_by_role("alert").first).to_be_hidden()
 
 
 async def test_a_slider_steers_a_text_while_a_cell_awaits_and_follows_an_update(

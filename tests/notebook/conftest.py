@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from interactive_infer.notebook.display import Follower
+from interactive_infer.notebook.follower import Follower
 from tests.notebook.kernels import VERSIONS, Kernel, kernel_spec, running_kernel
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
 from IPython.core.events import EventManager, available_events
 
-from interactive_infer.notebook.cells import Cells, record_cells
+from interactive_infer.notebook.cells import Cells, record_cells, recorded_callback
 from interactive_infer.timeline.recorder import Phase, Recorder
 from tests.notebook.kernels import Kernel
 
@@ -153,3 +154,18 @@ def test_cells_in_a_kernel(kernel: Kernel) -> None:
 
 def test_outside_ipython_nothing_happens() -> None:
     record_cells(Recorder())
+
+
+@pytest.mark.parametrize("missing", ["events", "history_manager"])
+def test_a_shell_that_is_not_known_has_no_cells_and_breaks_nothing(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = Shell()
+    delattr(shell, missing)
+    monkeypatch.setattr("interactive_infer.notebook.cells._shell", lambda: shell)
+    with pytest.warns(RuntimeWarning, match=rf"'{missing}'.*not on the timeline"):
+        record_cells(Recorder())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with recorded_callback("Button"):
+            pass

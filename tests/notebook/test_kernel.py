@@ -305,13 +305,24 @@ class Comm:
 class Shell:
     """What hears of cells."""
 
-    execution_count = 1
-
     def __init__(self) -> None:
         self.events = EventManager(self, available_events)
+        self.history_manager = SimpleNamespace(input_hist_parsed=[""])
 
 
-@pytest.mark.parametrize("missing", ["_parent_ident", "_publish_status", "comm_manager", "shell_handlers", "session"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "_parent_ident",
+        "_publish_status",
+        "comm_manager",
+        "shell_handlers",
+        "session",
+        "shell",
+        "shell.events",
+        "shell.history_manager",
+    ],
+)
 def test_it_steps_back_from_a_kernel_that_it_does_not_know(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(
         shell=Shell(),
@@ -319,7 +330,6 @@ def test_it_steps_back_from_a_kernel_that_it_does_not_know(missing: str, monkeyp
         get_parent=str,
         set_parent=None,
         _publish_status=None,
-        iopub_socket=None,
         io_loop=None,
         log=None,
         comm_manager=SimpleNamespace(comms={}),
@@ -328,10 +338,11 @@ def test_it_steps_back_from_a_kernel_that_it_does_not_know(missing: str, monkeyp
         shell_stream=Stream(),
     )
     theirs = kernel.shell_stream._recv_callback
-    delattr(kernel, missing)
+    owner, _, name = missing.rpartition(".")
+    delattr(kernel.shell if owner else kernel, name)
     monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace(__version__="99.0"))  # type: ignore[arg-type]
     live = LiveComms(kernel)
-    with pytest.warns(RuntimeWarning, match=rf"ipykernel 99.0 .*{missing}.* between cells"):
+    with pytest.warns(RuntimeWarning, match=rf"ipykernel 99.0 .*'{name}'.* between cells"):
         live.keep([Comm()])
     assert kernel.shell_stream._recv_callback is theirs
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import pytest
 
 from interactive_infer.errors import MissingPackageError
 from interactive_infer.notebook import made
-from interactive_infer.notebook.display import Follower
+from interactive_infer.notebook.follower import Follower
 from interactive_infer.notebook.widgets.token_view import TokenView
 from tests.notebook.fakes import Writer
 
@@ -48,3 +48,30 @@ def test_old_views_of_ended_texts_are_closed(monkeypatch: pytest.MonkeyPatch) ->
         views[-1].stream.start()
     assert [view.comm is None for view in views] == [True, True, False, False, False]
     assert not [one for view in views for one in view.stream.generation._output.listeners if isinstance(one, Follower)]
+
+
+def test_a_view_that_was_continued_stays_open_until_it_has_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("interactive_infer.notebook.widgets.token_view._FINISHED_KEPT", 2)
+    monkeypatch.setattr(TokenView, "renew", lambda view: None)
+    TokenView._finished.clear()
+
+    def ended() -> TokenView:
+        writer = Writer(["a"])
+        view = TokenView(writer.generation)
+        view.stream.start()
+        writer.write()
+        writer.finish()
+        return view
+
+    after = Writer(["a", "b"])
+    after.write()
+    view = ended()
+    monkeypatch.setattr(view.stream.generation, "continue_", lambda: after.generation, raising=False)
+    view.hear({"do": "continue"})
+    others = [ended() for _ in range(3)]
+    assert view.comm is not None and [other.comm is None for other in others] == [True, False, False]
+    after.write()
+    after.finish()
+    assert view.comm is not None and others[1].comm is None
+    ended(), ended()
+    assert view.comm is None

@@ -57,7 +57,7 @@ async def test_a_playground_is_run_from_code(kernel_name: str) -> None:
     notebook = nbformat.read(PLAYGROUND, as_version=4)
     await execute(notebook, kernel_name)
     assert text_of(notebook, "run") == "3 samples\n"
-    assert "SamplingParams(seed=7, max_tokens=40, n=3)" in text_of(notebook, "code")
+    assert "SamplingParams(temperature=0.8, seed=7, max_tokens=40, n=3)" in text_of(notebook, "code")
     assert text_of(notebook, "again") == "True\n"
     (saved,) = only_static(notebook, "playground")
     assert "run 1:" in saved["text/plain"] and "run 2:" in saved["text/plain"] and "sample 3" in saved["text/plain"]

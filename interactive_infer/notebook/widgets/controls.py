@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import traitlets
@@ -10,7 +12,7 @@ import traitlets
 from interactive_infer.defaults import Defaults
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.generation import Generation, GenerationGroup
-from interactive_infer.notebook.display import loop_of
+from interactive_infer.notebook.follower import loop_of
 from interactive_infer.notebook.hostile import sound
 from interactive_infer.notebook.widgets.form import FIELDS, form_values, parsed
 from interactive_infer.notebook.widgets.panel import Message, Panel, source, table
@@ -35,6 +37,8 @@ class Controls(Panel):
     title = traitlets.Unicode("").tag(sync=True)
     ended = traitlets.Bool(False).tag(sync=True)
 
+    _listening: Sequence[list[Callable[[], None]]] = ()
+
     def __init__(self, target: Generation | GenerationGroup | Engine) -> None:
         self._target: Generation | GenerationGroup | Defaults
         if isinstance(target, Generation | GenerationGroup):
@@ -54,8 +58,15 @@ class Controls(Panel):
         super().__init__(loop)
         self.title = sound(title)
         self._show()
+        self._listening = listening
         for listeners in listening:
             listeners.append(self._changed)
+
+    def close(self) -> None:
+        for listeners in self._listening:
+            with contextlib.suppress(ValueError):  # it is closed already, or failed and was dropped
+                listeners.remove(self._changed)
+        super().close()
 
     @property
     def _params(self) -> SamplingParams:

@@ -45,6 +45,11 @@ class ParameterForm {
   }
   changed(name, input) {
     const number = input.type === "range" || input.type === "number";
+    if (number && !Number.isFinite(input.valueAsNumber)) { // it was emptied, or holds no number: nothing is meant
+      this.touched[name] = 0;
+      this.fill();
+      return;
+    }
     const value = input.type === "checkbox" ? input.checked : number ? Number(input.value) : input.value;
     if (value === this.values[name]) return;
     this.touched[name] = Date.now();

@@ -64,7 +64,6 @@ export default () => {
     pages.add(page);
     sight.add(root);
     draw(page);
-    model.send({ visible: true });
     return root;
   }
 
@@ -72,7 +71,7 @@ export default () => {
     initialize({ model: ours }) {
       model = ours;
       commons = commonsOf(model);
-      sight = watchVisibility((visible) => model.send({ visible }));
+      sight = watchVisibility(model);
       const hear = (message) => {
         if ("error" in message) for (const page of pages) page.error.show(message.error);
         if (message.closed) closed = true;

@@ -10,12 +10,12 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import traitlets
 
 from interactive_infer.notebook.hostile import sound
-from interactive_infer.notebook.widgets.panel import Message, Panel, source, table
+from interactive_infer.notebook.widgets.panel import Panel, source, table
+from interactive_infer.timeline.intervals import clip, intervals, total, union
 
 if TYPE_CHECKING:
     from interactive_infer.engine import Engine
@@ -65,21 +65,11 @@ def look_at(engine: Engine) -> Figures:
         pages=parts.cache.num_held,
         pages_in_all=parts.kv_cache_tokens // parts.page_size,
         tokens_per_s=float(steps["sampled"].sum()) / WINDOW_S,
-        busy=_union(np.maximum(steps["start"], begin), steps["end"]) / (now - begin),
+        busy=total(union(clip(intervals(steps), begin, now))) / (now - begin),
         lag_ms=float(lags["lag"].max()) / 1e6 if len(lags) else None,
         memory_bytes=_resident_bytes(),
         device_bytes=None if free_and_all is None else (free_and_all[1] - free_and_all[0], free_and_all[1]),
     )
-
-
-def _union(starts: Any, ends: Any) -> int:
-    """How long at least one of these intervals lasted."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts)
-    starts, ends = starts[order], ends[order]
-    covered = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
-    return int(np.maximum(0, ends - np.maximum(starts, covered)).sum())
 
 
 def _resident_bytes() -> int | None:
@@ -105,19 +95,28 @@ class Monitor(Panel):
     title = traitlets.Unicode("").tag(sync=True)
     device = traitlets.Unicode("").tag(sync=True)
 
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(self, engine: Engine) -> None:
         loop = engine._steps.loop
         super().__init__(loop if loop is not None else asyncio.get_running_loop())
         self._engine = weakref.ref(engine)
         self.title = sound(engine.name)
         self.device = sound(engine.timeline.device)
-        self._timer: asyncio.TimerHandle | None = None
         self._last = look_at(engine)
 
-    def hear(self, message: Message) -> None:
-        if message.get("visible") is True and self._timer is None:
+    def seen(self, visible: bool) -> None:
+        if not visible:
+            self._cease()
+        elif self._timer is None:
             self._tick()
-        elif message.get("visible") is False and self._timer is not None:
+
+    def close(self) -> None:
+        self._cease()
+        super().close()
+
+    def _cease(self) -> None:
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self.renew()  # while nobody looks: a new output is drawn anew
@@ -125,8 +124,13 @@ class Monitor(Panel):
     def _tick(self) -> None:
         self._timer = None
         engine = self._engine()
+        if self.comm is None:  # closed this moment, on another thread
+            return
         if engine is None or engine.closed:
             self.tell({"closed": True})
+            self.renew()
+            return
+        if not self.in_sight:  # its page went without a word
             self.renew()
             return
         self._last = look_at(engine)

@@ -16,6 +16,9 @@ const newId = () => `interactive-infer-${Math.random().toString(36).slice(2)}`;
 // HTML cannot hold NUL; its symbol stands for it, as in the saved notebook.
 const shown = (text) => (text.includes("\0") ? text.replaceAll("\0", "\u2400") : text);
 
+// As HTML, for an output that is saved.
+const escaped = (text) => shown(text).replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
+
 // A button that stays in the tab order while it can do nothing: who pressed it by keyboard keeps the focus.
 function button(label, act) {
   const node = make("button", { type: "button", textContent: label });
@@ -131,15 +134,20 @@ function hydrate(mark, makeRoot) {
   };
 }
 
-// Calls `tell(visible)` when the last of `roots` goes out of sight for a while, or one comes back into it.
-function watchVisibility(tell) {
+// Tells the kernel whether one of `roots` is in sight: at first; when one comes into it; when the last has been out of it
+// for a while; and while it is, again and again, so that the kernel notices when this page is gone.
+const IN_SIGHT_MS = 10_000;
+
+function watchVisibility(model) {
   const inSight = new Map();
-  let visible = true, timer = null;
+  const page = newId();
+  let visible = null, timer = null;
+  const tell = () => model.send({ visible, page });
   function decide() {
     const now = !document.hidden && [...inSight.values()].some((seen) => seen);
     clearTimeout(timer);
     if (now === visible) return;
-    const change = () => { visible = now; tell(now); };
+    const change = () => { visible = now; tell(); };
     if (now) change();
     else timer = setTimeout(change, 1000);
   }
@@ -148,10 +156,12 @@ function watchVisibility(tell) {
     decide();
   });
   document.addEventListener("visibilitychange", decide);
+  const again = setInterval(() => visible && tell(), IN_SIGHT_MS);
   return {
     add: (root) => observer.observe(root),
     stop() {
       clearTimeout(timer);
+      clearInterval(again);
       observer.disconnect();
       document.removeEventListener("visibilitychange", decide);
     },

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import sys
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from interactive_infer.notebook.widgets.prints import KEPT, prints_caught, step_
 _log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _ERROR_KEPT = 2_000
+UNSEEN_AFTER_S = 30.0
+"""A page that is in sight says so every 10 s. One that has not for so long is probably gone."""
 
 Message = dict[str, Any]
 
@@ -42,23 +45,27 @@ class Panel(anywidget.AnyWidget):
 
     - Messages from the front end arrive on any thread. Each is handed to `loop`, where `hear` is called with it (None
       or a closed loop: where it arrives).
-    - `{"visible": false}` is heard only where `{"visible": true}` would be while a cell awaits.
+    - Each page has a name of its own, and sends `{"visible": bool, "page": name}` at first and whenever it comes into
+      sight or goes out of it; while it is in sight, every 10 s again. `seen` is called with what holds for all pages
+      together. Out of sight counts only where coming back would be heard while a cell awaits.
+    - Whoever has timers, listeners or streams ends them in `close`, which is called for half-made widgets too.
     - What `hear`, a callback of `on_loop` or a task of `spawn` raises or prints is shown in the widget, as text (it
       belongs to no cell, so a front end would put it into its log). How long it held the loop is on the timeline.
     """
 
-    _css = _HERE / "panel.css"
+    _css: str = source("panel.css")
 
     mark = traitlets.Unicode("").tag(sync=True)
     printed = traitlets.Unicode("").tag(sync=True)
     """The last of what callbacks printed, until somebody dismisses it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__(mark=f"interactive-infer-live-{uuid.uuid4().hex}")
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, **traits: Any) -> None:
+        super().__init__(mark=f"interactive-infer-live-{uuid.uuid4().hex}", **traits)
         self.loop = loop
         self.display_id = uuid.uuid4().hex
         kernel.keep_live(self)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._in_sight: dict[str, float] = {}  # of each page that is: when it last said so, on time.monotonic
         self._pages = 0  # that have made themselves known; more than one: a page was reloaded, or there are two
         self.on_msg(self._arrived)
 
@@ -68,12 +75,22 @@ class Panel(anywidget.AnyWidget):
         return kernel.answers_at_once()
 
     def hear(self, message: Message) -> None:
-        """A message from the front end, on the loop."""
-        raise NotImplementedError
+        """A message from the front end, on the loop. What is not of the widget's protocol is ignored."""
+
+    def seen(self, visible: bool) -> None:
+        """On the loop: a page is in sight, which is told again and again, or none is any more."""
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether a page is, and is still there."""
+        if self._in_sight and not self.answers_at_once:  # what it says now and then may wait for the end of a cell
+            return True
+        since = time.monotonic() - UNSEEN_AFTER_S
+        return any(at >= since for at in self._in_sight.values())
 
     @property
     def settled(self) -> bool:
-        """Whether the output is plain HTML, which the front end takes the place of."""
+        """Whether the output is plain HTML, and `static` is what of all there is should be saved."""
         return True
 
     def static(self) -> tuple[str, str]:
@@ -184,8 +201,22 @@ class Panel(anywidget.AnyWidget):
                 self.tell({"output": self.bundle()})
         elif content.get("dismiss") is True:
             self.printed = ""
-        elif content.get("visible") is not False or self.answers_at_once:
+        elif "visible" in content:
+            self._look(content["visible"], content.get("page"))
+        else:
             self.hear(content)
+
+    def _look(self, visible: object, page: object) -> None:
+        if not isinstance(visible, bool) or not isinstance(page, str):
+            return
+        if visible:
+            self._in_sight[page] = time.monotonic()
+            self.seen(True)
+        elif self.answers_at_once:
+            since = time.monotonic() - UNSEEN_AFTER_S
+            self._in_sight = {name: at for name, at in self._in_sight.items() if name != page and at >= since}
+            if not self._in_sight:
+                self.seen(False)
 
 
 def table(rows: list[tuple[str, str]], caption: str) -> str:

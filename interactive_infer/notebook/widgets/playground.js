@@ -191,9 +191,7 @@ export default () => {
     initialize({ model: ours }) {
       model = ours;
       commons = commonsOf(model);
-      sight = watchVisibility((visible) => {
-        for (const stream of streams.values()) stream.send({ visible });
-      });
+      sight = watchVisibility(model);
       const remember = () => { for (const board of boards) board.showHistory(); };
       model.on("msg:custom", hear);
       model.on("change:history", remember);

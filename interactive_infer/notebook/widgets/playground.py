@@ -75,6 +75,7 @@ class Playground(Panel):
     history = traitlets.List([]).tag(sync=True)
 
     def __init__(self, engine: Engine) -> None:
+        self._streams: dict[str, Stream] = {}
         super().__init__(engine._steps.loop or asyncio.get_running_loop())
         self._engine = weakref.ref(engine)
         self.title = sound(engine.name)
@@ -82,10 +83,10 @@ class Playground(Panel):
         self.can_chat = bool(getattr(engine.tokenizer, "chat_template", None))
         self.runs: list[Run] = []
         """Those that are kept, the last at the end. The generations of a run are there to be used."""
-        self._streams: dict[str, Stream] = {}
         self._number = 0
         self._opened: Run | None = None
         self._has_front_end = False
+        self._is_hidden = False
 
     def run(
         self,
@@ -97,14 +98,15 @@ class Playground(Panel):
     ) -> Run:
         """What the Run button does, with a prompt or a conversation; on the loop. Returns at once.
 
-        Without a `seed` one is drawn, and is in the run's `params`. Raises what `Engine.generate` raises.
+        What `sampling` does not say is as in the engine's defaults. Without a `seed` one is drawn, and is in the run's
+        `params`. Raises what `Engine.generate` raises.
         """
         engine = self._engine()
         if engine is None:
             raise EngineClosedError("the engine of this playground is gone; load it again with Engine.load")
         if whole_number(samples) is None or not 1 <= samples <= _MOST_SAMPLES:
             raise InvalidRequestError("samples", samples, f"must be a whole number, 1 to {_MOST_SAMPLES}")
-        params = SamplingParams(n=samples).replace(**sampling)
+        params = engine.defaults.params.replace(n=samples).replace(**sampling)
         if params.seed is None:  # drawn here, so that the code draws the same
             params = params.replace(seed=secrets.randbelow(_SEEDS))
         if chat is not None:
@@ -146,6 +148,16 @@ class Playground(Panel):
             case {"hello": True} if self._opened is not None:
                 self._tell_opened(self._opened)
 
+    def seen(self, visible: bool) -> None:
+        self._is_hidden = not visible
+        for stream in self._streams.values():
+            stream.seen(visible)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.stop()
+        super().close()
+
     def _find(self, number: int) -> Run | None:
         return next((run for run in self.runs if run.number == number), None)
 
@@ -160,6 +172,7 @@ class Playground(Panel):
             self._streams[key] = Stream(generation, send, self.spawn, ended)
         self._tell_opened(run)
         for stream in self._streams.values():
+            stream.seen(not self._is_hidden)
             stream.start()
 
     def _tell_opened(self, run: Run) -> None:

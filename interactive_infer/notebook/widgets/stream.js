@@ -93,7 +93,6 @@ const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return `${value >= 0.1 || value === 0 ? value.toFixed(1) : value.toExponential(1)} %`;
 };
-const escaped = (text) => shown(text).replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const quoted = (text) => {
   const short = text.length > 60 ? `${text.slice(0, 60)}…` : text;
   return `“${shown(short).replaceAll("\n", "↵").replaceAll("\t", "⇥")}”`;

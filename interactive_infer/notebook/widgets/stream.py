@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from interactive_infer.notebook.display import WIDGET_RATE, Follower, Update, goes_on, on_driver, status
+from interactive_infer.notebook.display import goes_on, status
+from interactive_infer.notebook.follower import WIDGET_RATE, Follower, Update, follow, on_driver
 from interactive_infer.notebook.hostile import sound
 from interactive_infer.notebook.widgets.panel import Message
 from interactive_infer.timeline.analysis import duration
@@ -32,7 +33,7 @@ class Stream:
       or `{"detail": i, "problem": "…"}`. And, when it has been looked up, `{"made": i, "step": "…"}`: the step that
       drew it, in words; "" where none is on the timeline (any more).
     From it: `{"resend": n}` (it has n tokens and knows of more), `{"detail": i}`, `{"shade": true}` (it wants all
-    logprobs), `{"do": "pause" | "resume" | "cancel" | "continue"}`, `{"visible": true | false}`.
+    logprobs), `{"do": "pause" | "resume" | "cancel" | "continue"}`.
 
     A generation made without `logprobs` is scored when they are first asked for, and again if it has grown since.
 
@@ -66,11 +67,15 @@ class Stream:
 
     def start(self) -> None:
         """Begin; the engine holds the generation until it ends. From any thread."""
-        on_driver(self.generation, self._follower.start)
+        follow(self.generation, self._follower.start)
 
     def stop(self) -> None:
         """Nobody shows it any more; the generation goes on. From any thread."""
         on_driver(self.generation, self._follower.stop)
+
+    def seen(self, visible: bool) -> None:
+        """Somebody looks at it, and gets what is new, or nobody does, and only the end is told. From any thread."""
+        on_driver(self.generation, self._follower.reveal if visible else self._follower.hide)
 
     def hear(self, message: Message) -> None:
         """A message from the front end, on the loop. One that is not of this protocol is ignored."""
@@ -87,8 +92,6 @@ class Stream:
                     self._continue()
                 else:
                     getattr(self.generation, verb)()
-            case {"visible": bool(visible)}:
-                on_driver(self.generation, self._follower.reveal if visible else self._follower.hide)
 
     # -- text --------------------------------------------------------------------------------------------------
 

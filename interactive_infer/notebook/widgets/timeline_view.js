@@ -106,19 +106,16 @@ function isDark(element) {
 const percent = (share) => (share >= 0.9995 ? "100 %" : `${(100 * share).toFixed(1)} %`);
 
 class Drawing {
-  constructor(model, records, el) {
+  constructor(model, records) {
     this.model = model;
     this.records = records;
-    el.classList.add("interactive-infer-timeline-view");
-    this.said = document.createElement("div");
-    this.said.className = "said";
-    const device = document.createElement("bdi"); // somebody's own name
-    device.textContent = model.get("device");
-    this.figures = document.createElement("span");
-    this.said.append(device, this.figures);
-    this.canvas = document.createElement("canvas");
-    this.canvas.setAttribute("role", "img");
-    el.append(this.said, this.canvas);
+    this.root = rootOf("timeline-view");
+    this.figures = make("span");
+    // The device's is somebody's own name.
+    this.said = make("div", { className: "said" }, make("bdi", { textContent: model.get("device") }), this.figures);
+    this.canvas = make("canvas", { role: "img" });
+    this.error = errorLine();
+    this.root.append(this.said, this.canvas, this.error.node);
     this.labels = Object.entries(model.get("lanes")).map(([number, label]) => [Number(number), label]);
     this.rows = new Set(); // lanes that have had something: one that empties keeps its place
     this.drawn = 0;
@@ -226,14 +223,47 @@ class Drawing {
 }
 
 export default () => {
-  const visible = new Set();
-  let records = null;
-  let seen = null;
+  const drawings = new Set();
+  let model, records, sight, commons, places;
+
+  function makeRoot() {
+    const drawing = new Drawing(model, records);
+    drawings.add(drawing);
+    // It is drawn while it is in sight.
+    let inside = false, frame = null;
+    const turn = (at) => {
+      drawing.draw(at);
+      frame = inside ? requestAnimationFrame(turn) : null;
+    };
+    new IntersectionObserver((entries) => {
+      inside = entries.at(-1).isIntersecting;
+      if (inside) frame ??= requestAnimationFrame(turn);
+    }).observe(drawing.root);
+    sight.add(drawing.root);
+    commons.add(drawing.root);
+    return drawing.root;
+  }
+
+  // What it says now as the output: of JupyterLab and Notebook, when somebody saves.
+  function writeDown() {
+    const words = [...drawings].find(({ root }) => root.isConnected)?.said.textContent;
+    if (!words) return;
+    places.hold();
+    const text = `${words}, in the last ${model.get("seconds")} s`;
+    const inside = /^(<div[^>]*>).*(<\/div>)$/s; // as panel.py writes it
+    const fill = (_, before, after) => `${before}<p>${escaped(text)}</p>${after}`;
+    setOutput(model, (html) => ({ "text/plain": text, "text/html": html.replace(inside, fill) }));
+  }
 
   return {
-    initialize({ model }) {
+    initialize({ model: ours }) {
+      model = ours;
       records = new Records(model.get("seconds"));
+      commons = commonsOf(model);
+      sight = watchVisibility(model);
       const part = (message, buffers) => {
+        if ("error" in message) for (const { error } of drawings) error.show(message.error);
+        if (!("now" in message)) return;
         if (message.first) records.clear();
         const numbers = (index, Kind) => {
           const view = buffers[index];
@@ -245,45 +275,22 @@ export default () => {
           numbers(3, Float64Array),
         );
       };
+      const saving = (_, state) => { if (state === "started") writeDown(); };
+      const saved = model.widget_manager?.context?.saveState;
+      saved?.connect(saving);
       model.on("msg:custom", part);
-      return () => model.off("msg:custom", part);
-    },
-    render({ model, el }) {
-      const drawing = new Drawing(model, records, el);
-      let frame = null;
-      let inside = false;
-      function tell() {
-        const now = visible.size > 0;
-        if (now !== seen) model.send({ seen: now });
-        seen = now;
-      }
-      function turn(at) {
-        drawing.draw(at);
-        frame = requestAnimationFrame(turn);
-      }
-      function look() {
-        const shown = inside && !document.hidden;
-        if (shown) visible.add(drawing);
-        else visible.delete(drawing);
-        if (shown && frame === null) frame = requestAnimationFrame(turn);
-        if (!shown && frame !== null) {
-          cancelAnimationFrame(frame);
-          frame = null;
-        }
-        tell();
-      }
-      const observer = new IntersectionObserver((entries) => {
-        inside = entries[entries.length - 1].isIntersecting;
-        look();
-      });
-      observer.observe(el);
-      document.addEventListener("visibilitychange", look);
+      model.send({ hello: true });
+      places = hydrate(model.get("mark"), makeRoot);
       return () => {
-        observer.disconnect();
-        document.removeEventListener("visibilitychange", look);
-        inside = false;
-        look();
+        places.leave();
+        sight.stop();
+        commons.stop();
+        saved?.disconnect(saving);
+        model.off("msg:custom", part);
       };
+    },
+    render({ el }) {
+      el.append(places.root());
     },
   };
 };

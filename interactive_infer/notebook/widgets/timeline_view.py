@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import numpy as np
 import traitlets
 from numpy.typing import NDArray
 
 from interactive_infer.errors import WrongLoopError
-from interactive_infer.notebook.hostile import sound
-from interactive_infer.notebook.kernel import keep_live
-from interactive_infer.timeline import Phase, Recorder, Timeline, Work
-
-_HERE = Path(__file__).parent
+from interactive_infer.notebook.hostile import markup, sound
+from interactive_infer.notebook.widgets.panel import Message, Panel, source
+from interactive_infer.timeline import Phase, Recorder, Summary, Timeline, Work
+from interactive_infer.timeline.lanes import HOST_LANES
 
 UPDATE_S = 0.25
 """Between two messages to the browser."""
 _MOST_ROWS = 20_000
-_UNHEARD_S = 30.0
-"""Where no front end has been heard from for so long, there is probably none."""
 
 # A lane's number is what the browser gets with each interval. The first four lie in one lane, the device's.
 _DECODE, _PREFILL, _DEVICE_SPAN, _OTHER, _FIRST_PHASE = 0, 1, 2, 3, 8
-_SHOWN = {
-    Phase.PLAN: "plan",
-    Phase.LAUNCH: "launch",
-    Phase.COMMIT: "commit",
-    Phase.DETOKENIZE: "detokenize",
-    Phase.PUBLISH: "publish",
-    Phase.CAPTURE: "capture",
-    Phase.AWAIT: "awaiting",
-    Phase.GC: "garbage coll.",
-    Phase.CALLBACK: "callbacks",
-    Phase.USER: "user spans",
-    Phase.CELL: "user cells",
-}
+_SHOWN = {phase: label for phase, label in HOST_LANES.items() if phase not in (Phase.LOAD, Phase.OTHER)}
 
 
-class TimelineView(anywidget.AnyWidget):
-    """Draws what a recorder hears, on a canvas.
+class TimelineView(Panel):
+    """Draws what a recorder hears, on a canvas, while somebody looks at it.
 
     Only what is new crosses the wire, a few times a second, as messages `{"now": ms, "first": bool}` with four buffers:
     float64 `(n, 2)` starts and ends of intervals, uint8 `(n,)` their lanes, float64 `(m, 2)` when a heartbeat ran and
     how late, float64 `(k, 2)` from when on how many texts could run; all times in ms from the view's making. The
-    browser draws, keeps what it needs, and works out the shares. It sends `{"seen": bool}` whenever it begins or ceases
-    to be visible: unseen, nothing is sent; seen again, the last seconds come as a first message.
+    browser draws, keeps what it needs, and works out the shares. Out of sight, nothing is sent; in sight again, the
+    last seconds come as a first message, as they do for a page that says `{"hello": true}`.
 
-    Sending belongs to the event loop on which it was made; front-end messages may arrive on any thread.
+    What is saved is the summary of the last seconds before it went out of sight, or what its page said of them when the
+    notebook was saved. Raises WrongLoopError where no loop runs.
     """
 
-    _esm = _HERE / "timeline_view.js"
-    _css = _HERE / "timeline_view.css"
+    _esm = source("panel.js", "timeline_view.js")
+    _css = source("panel.css", "timeline_view.css")
 
     seconds = traitlets.Float(10.0).tag(sync=True)
     device = traitlets.Unicode("device").tag(sync=True)
@@ -66,59 +51,81 @@ class TimelineView(anywidget.AnyWidget):
 
     def __init__(self, timeline: Timeline, seconds: float) -> None:
         try:
-            self._loop = asyncio.get_running_loop()
+            loop = asyncio.get_running_loop()
         except RuntimeError:
             raise WrongLoopError(
                 "the live view is kept up to date by the running event loop, and none runs here; use figure()"
             ) from None
         lanes = {str(_FIRST_PHASE + phase): label for phase, label in _SHOWN.items()}
-        super().__init__(seconds=float(seconds), device=sound(timeline.device), lanes=lanes)
-        keep_live(self)
+        super().__init__(loop, seconds=float(seconds), device=sound(timeline.device), lanes=lanes)
         self._recorder = weakref.ref(timeline.recorder)
+        self._source = timeline.source
         self._origin_ns = time.perf_counter_ns()
-        self._heard_at = time.monotonic()
         self._after: list[int] | None = None
-        self.on_msg(self._heard)
-        self._see(True)
+        self._summary: Summary | None = None
 
     @property
     def sending(self) -> bool:
         """Whether anything is sent now and then: somebody sees it, and there is something to see."""
         return self._timer is not None
 
+    def hear(self, message: Message) -> None:
+        if message.get("hello") is True:
+            self._after = None
+
+    def seen(self, visible: bool) -> None:
+        if not visible:
+            if self._cease():
+                self.spawn(self._sum_up())
+        elif self._timer is None:
+            self._after = None
+            self._tick()
+
     def close(self) -> None:
         self._cease()
         super().close()
 
-    def _cease(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    @property
+    def settled(self) -> bool:
+        return self._summary is not None  # until then a page knows better what is to be saved
 
-    def _heard(self, _: TimelineView, content: Any, __: list[memoryview]) -> None:
-        seen = content.get("seen") if isinstance(content, dict) else None
-        if isinstance(seen, bool) and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._see, seen)
+    def static(self) -> tuple[str, str]:
+        if self._summary is not None:
+            return self._summary._repr_html_(), str(self._summary)
+        words = f"{self.device}: the last {self.seconds:g} s, live"
+        return f"<p>{markup(words)}</p>", words
 
-    def _see(self, seen: bool) -> None:
-        """On the loop: begin with the last seconds, or cease."""
-        self._heard_at = time.monotonic()
-        self._cease()
-        if seen:
-            self._after = None
-            self._tick()
+    def _cease(self) -> bool:
+        """Whether it was sending."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
 
     def _tick(self) -> None:
         self._timer = None
         recorder = self._recorder()
-        # The first message says whether a front end is there: it answers by telling that it is seen.
-        if recorder is None or time.monotonic() - self._heard_at > _UNHEARD_S:
+        if recorder is None or self.comm is None:
             return
-        self._timer = self._loop.call_later(UPDATE_S, self._tick)
+        if not self.in_sight:  # its page went without a word
+            self.spawn(self._sum_up())
+            return
+        assert self.loop is not None
+        self._timer = self.loop.call_later(UPDATE_S, self._tick, context=contextvars.Context())
         start_ns = time.perf_counter_ns()
         self._publish(recorder, start_ns)
         # Not as the engine's publishing: this goes on while there is nothing to do.
         recorder.record(Phase.CALLBACK, start_ns, time.perf_counter_ns(), name="live view")
+
+    async def _sum_up(self) -> None:
+        """Have the output say how it was."""
+        recorder = self._recorder()
+        if recorder is not None:
+            timeline = Timeline(recorder, device=self.device, source=self._source)
+            # Thousands of records are gone through: not on the loop.
+            self._summary = await asyncio.to_thread(timeline.summary, self.seconds)
+        if self.comm is not None:
+            self.renew()
 
     def _publish(self, recorder: Recorder, now_ns: int) -> None:
         first = self._after is None

@@ -28,7 +28,7 @@ export default () => {
     initialize({ model }) {
       stream = new TokenStream((message) => model.send(message));
       commons = commonsOf(model, () => cutOff(model));
-      sight = watchVisibility((visible) => stream.send({ visible }));
+      sight = watchVisibility(model);
       const whole = () => {
         if ("run" in model.get("snapshot")) stream.receive(model.get("snapshot"));
       };

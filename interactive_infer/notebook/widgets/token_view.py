@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 import traitlets
 
-from interactive_infer.notebook.display import bundle, loop_of
+from interactive_infer.notebook.display import bundle
+from interactive_infer.notebook.follower import loop_of
 from interactive_infer.notebook.widgets.panel import Message, Panel, source
 from interactive_infer.notebook.widgets.stream import Stream
 
@@ -26,8 +28,8 @@ class TokenView(Panel):
     kernel cannot answer (ipykernel 6 while a cell runs).
 
     While it lasts the output holds the widget. With the end, or when the notebook is saved, or the kernel goes, it
-    becomes the text as HTML, which the front end takes the place of (see `Panel`). The views of the last 100 texts that
-    ended stay usable; then the oldest is closed, and what it shows stays.
+    becomes the text as HTML, which the front end takes the place of (see `Panel`). Of the views whose text has ended
+    the last 100 stay usable; then the one that ended first is closed, and what it shows stays.
     """
 
     _esm = source("panel.js", "stream.js", "token_view.js")
@@ -37,11 +39,11 @@ class TokenView(Panel):
     _finished: ClassVar[deque[TokenView]] = deque()
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(loop_of(generation))
         self._in_snapshot = 0
         self._live = generation.finish_reason is None
         self._shown_whole = not self._live
         self.stream = Stream(generation, self.tell, self.spawn, self._ended)
+        super().__init__(loop_of(generation))
 
     def show(self) -> None:
         """Display it in the current cell, and follow the generation."""
@@ -61,6 +63,24 @@ class TokenView(Panel):
 
     def hear(self, message: Message) -> None:
         self.stream.hear(message)
+        if self.stream.generation.finish_reason is None:  # it was continued
+            self._no_longer_finished()
+
+    def seen(self, visible: bool) -> None:
+        self.stream.seen(visible)
+
+    def close(self) -> None:
+        if self.comm is not None:
+            self.stream.stop()
+            self._no_longer_finished()
+            if self._live:  # else the output would be a widget that is gone
+                self._live = False
+                self.renew()
+        super().close()
+
+    def _no_longer_finished(self) -> None:
+        with contextlib.suppress(ValueError):
+            self._finished.remove(self)
 
     def tell(self, message: Message) -> None:
         count = message.get("count", 0)
@@ -76,7 +96,7 @@ class TokenView(Panel):
         else:
             self._live = False
             self.renew()
-        if self not in self._finished:
-            self._finished.append(self)
-            while len(self._finished) > _FINISHED_KEPT:
-                self._finished.popleft().close()
+        self._no_longer_finished()
+        self._finished.append(self)
+        while len(self._finished) > _FINISHED_KEPT:
+            self._finished.popleft().close()

@@ -94,6 +94,19 @@ async def test_a_change_from_another_thread_happens_on_the_loop(engine: Engine, 
     await ui.until(lambda: engine.defaults.params.top_p == 0.5)
 
 
+async def test_closed_it_listens_no_more(engine: Engine) -> None:
+    generation = engine.generate("a cat", **LONG)
+    lists = (engine.defaults.listeners, generation._output.listeners)
+    before = [list(listeners) for listeners in lists]
+    for target in (engine, generation, generation):
+        controls = target.controls()
+        assert [list(listeners) for listeners in lists] != before
+        controls.close()
+        controls.close()
+        assert [list(listeners) for listeners in lists] == before
+    generation.cancel()
+
+
 async def test_its_static_form_says_all_values(engine: Engine) -> None:
     engine.defaults.update(stop=["<script>alert(1)</script>"])
     bundle = engine.controls().bundle()

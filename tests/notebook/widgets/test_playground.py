@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from interactive_infer import Engine, SamplingParams
+from interactive_infer.notebook.follower import Follower
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -56,6 +57,20 @@ async def test_the_code_of_a_run_reproduces_it(engine: Engine, wire: Callable[..
     exec(ui.of("code")[0]["code"], names)
     await names["texts"]
     assert names["texts"].texts == [one.text for one in ui.panel.runs[0].generations]
+
+
+async def test_what_a_run_does_not_say_is_as_in_the_engines_defaults(engine: Engine, wire: Callable[..., Any]) -> None:
+    engine.defaults.update(stop_token_ids=[3], logit_bias={5: 1.0}, max_tokens=4, temperature=0.3)
+    ui = wire(engine.playground())
+    run = ui.panel.run("a cat", samples=2, temperature=0.9)
+    params = run.params
+    assert (params.stop_token_ids, params.logit_bias) == (engine.defaults.params.stop_token_ids, {5: 1.0})
+    assert (params.max_tokens, params.temperature, params.n) == (4, 0.9, 2)
+    await settled(ui, 1)
+    names: dict[str, Any] = {"engine": engine}
+    exec(run.code, names)
+    await names["texts"]
+    assert names["texts"].texts == [one.text for one in run.generations]
 
 
 async def test_a_conversation_is_run_too(engine: Engine, wire: Callable[..., Any]) -> None:
@@ -111,6 +126,28 @@ async def test_a_front_end_that_comes_late_is_told_what_is_shown(engine: Engine,
     ui.say(stream="1.1", resend=0)
     await ui.until(lambda: ui.of("stream"))
     assert "".join(ui.of("stream")[0]["tokens"]) == run.generations[1].text
+
+
+async def test_out_of_sight_only_the_end_is_told_until_somebody_looks_again(
+    engine: Engine, wire: Callable[..., Any]
+) -> None:
+    ui = wire(engine.playground())
+    before = Follower.open_views
+    ui.panel.run("one", samples=2, max_tokens=400, ignore_eos=True)
+    assert Follower.open_views == before + 2
+    ui.say(visible=False, page="before the reload")
+    await ui.until(lambda: Follower.open_views == before)
+    ui.panel.run("two", samples=2, max_tokens=400, ignore_eos=True)
+    assert Follower.open_views == before, "nor is what is run meanwhile"
+    ui.say(hello=True)
+    ui.say(visible=True, page="after it")
+    await ui.until(lambda: Follower.open_views == before + 2)
+    ui.panel.close()
+    await ui.until(lambda: Follower.open_views == before)
+    assert {one.finish_reason for one in ui.panel.runs[-1].generations} == {None}, "the texts go on"
+    for run in ui.panel.runs:
+        for one in run.generations:
+            one.cancel()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ import pytest
 from interactive_infer import Alternative, Engine, Token
 from interactive_infer.errors import EngineClosedError
 from interactive_infer.notebook import widgets
-from interactive_infer.notebook.display import Follower
+from interactive_infer.notebook.follower import Follower
 from interactive_infer.notebook.widgets.panel import Panel
 from interactive_infer.notebook.widgets.token_view import TokenView
 from interactive_infer.timeline.analysis import duration
 from tests.notebook.fakes import Clock, Writer
+from tests.notebook.test_display import WIDGET
 from tests.notebook.widgets.conftest import Wire
 
 SOURCES = Path(widgets.__file__).parent.glob("*.js")
@@ -151,7 +152,9 @@ def test_a_long_text_that_has_ended_comes_in_pieces(monkeypatch: pytest.MonkeyPa
         {"detail": "0"},
         {"do": "close"},
         {"do": "__del__"},
-        {"visible": 0},
+        {"visible": 0, "page": "one"},
+        {"visible": False},
+        {"visible": False, "page": 1},
         [],
         "resend",
         None,
@@ -227,20 +230,70 @@ def test_a_hidden_view_is_sent_nothing_until_it_is_seen_again(monkeypatch: pytes
     writer = Writer(words)
     front_end = FrontEnd(writer, monkeypatch)
     write_all(writer, front_end.clock, words[:30])
-    front_end.say({"visible": False})
+    front_end.say({"visible": False, "page": "one"})
     count = front_end.count
     write_all(writer, front_end.clock, words[:30])
     assert front_end.count == count
-    front_end.say({"visible": True})
+    front_end.say({"visible": True, "page": "one"})
     front_end.clock.advance(0)
     assert len(front_end.tokens) == 60
+
+
+def test_a_page_that_hides_does_not_starve_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a "] * 100)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"visible": True, "page": "one"})
+    front_end.say({"visible": True, "page": "two"})
+    front_end.say({"visible": False, "page": "one"})
+    write_all(writer, front_end.clock, ["a "] * 30)
+    assert len(front_end.tokens) > 20
+    front_end.say({"visible": False, "page": "two"})
+    count = front_end.count
+    write_all(writer, front_end.clock, ["a "] * 30)
+    assert front_end.count == count
+
+
+def test_a_page_that_went_without_a_word_keeps_no_view_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a "] * 100)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"visible": True, "page": "gone"})
+    monkeypatch.setattr("interactive_infer.notebook.widgets.panel.UNSEEN_AFTER_S", -1.0)
+    front_end.say({"visible": False, "page": "one"})
+    count = front_end.count
+    write_all(writer, front_end.clock, ["a "] * 30)
+    assert front_end.count == count
+
+
+def test_a_page_that_was_reloaded_out_of_sight_is_sent_the_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(["a "] * 100)
+    front_end = FrontEnd(writer, monkeypatch)
+    front_end.say({"visible": False, "page": "before"})
+    front_end.say({"visible": True, "page": "after"})
+    write_all(writer, front_end.clock, ["a "] * 60)
+    assert len(front_end.tokens) > 50
+
+
+def test_a_closed_view_follows_no_more_and_leaves_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, before = Writer(["a "] * 100), Follower.open_views
+    front_end = FrontEnd(writer, monkeypatch)
+    write_all(writer, front_end.clock, ["a "] * 30)
+    assert Follower.open_views == before + 1 and WIDGET in front_end.view.bundle()
+    front_end.view.close()
+    assert front_end.renewed == 1 and set(front_end.view.bundle()) == {"text/plain", "text/html"}
+    assert Follower.open_views == before
+    count = front_end.count
+    writer.write(70)
+    writer.finish()
+    assert front_end.count == count and front_end.renewed == 1
+    assert not [one for one in writer.output.listeners if isinstance(one, Follower)]
+    front_end.view.close()
 
 
 def test_a_kernel_that_would_not_hear_that_it_is_seen_again_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenView, "answers_at_once", False)
     writer = Writer(["a "] * 60)
     front_end = FrontEnd(writer, monkeypatch)
-    front_end.say({"visible": False})
+    front_end.say({"visible": False, "page": "one"})
     write_all(writer, front_end.clock, ["a "] * 60)
     front_end.clock.advance(1)
     assert len(front_end.tokens) == 60
