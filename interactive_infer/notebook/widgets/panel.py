@@ -66,6 +66,7 @@ class Panel(anywidget.AnyWidget):
         kernel.keep_live(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_sight: dict[str, float] = {}  # of each page that is: when it last said so, on time.monotonic
+        self._displayed = False
         self._pages = 0  # that have made themselves known; more than one: a page was reloaded, or there are two
         self.on_msg(self._arrived)
 
@@ -166,10 +167,13 @@ class Panel(anywidget.AnyWidget):
         """Display it in the current cell."""
         from IPython.display import display
 
+        self._displayed = True
         display(self.bundle(), raw=True, display_id=self.display_id)
 
     def renew(self) -> None:
-        """Bring the output up to date: what is saved from now on."""
+        """Bring the output up to date, if there is one: what is saved from now on."""
+        if not self._displayed:
+            return
         from IPython.display import update_display
 
         update_display(self.bundle(), raw=True, display_id=self.display_id)

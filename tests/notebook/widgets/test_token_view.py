@@ -324,9 +324,13 @@ async def test_a_first_page_hears_of_its_output_by_the_kernels_display(
 ) -> None:
     displayed: list[object] = []
     monkeypatch.setattr("IPython.display.update_display", lambda bundle, **_: displayed.append(bundle))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     gen = engine.generate("a cat", max_tokens=4, ignore_eos=True)
     await gen
     panel = TokenView(gen)
+    Panel.renew(panel)
+    assert not displayed, "it has no output yet"
+    Panel.show(panel)
     page = wire(panel)
     monkeypatch.setattr(panel, "renew", lambda: Panel.renew(panel), raising=False)
     for pages in (1, 2):
