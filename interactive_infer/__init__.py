@@ -82,6 +82,7 @@ _LAZY = {
     "live_controls": "notebook.kernel",
     "run_sync": "notebook.sync",
     "load_ipython_extension": "notebook.magics",  # for %load_ext
+    "unload_ipython_extension": "notebook.magics",
 }
 
 

@@ -15,10 +15,12 @@ import contextvars
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal
 
 from interactive_infer.errors import InvalidRequestError
@@ -27,6 +29,7 @@ from interactive_infer.notebook.cells import Cells, cells_of, recorded_callback
 Which = Literal["ours", "all", "off"]
 Frames = list[Any]
 
+_HANGS_S = 0.2  # a callback that takes so long is meant by an interrupt too
 _MESSAGES = frozenset({"comm_open", "comm_msg", "comm_close"})
 _DELIMITER = b"<IDS|MSG>"
 _HEADER, _CONTENT = 2, 5  # frames after the delimiter
@@ -273,12 +276,20 @@ def _check_stream(stream: Any) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Between cells ipykernel ignores SIGINT; a callback that hangs can be interrupted all the same."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
+    """A callback that hangs can be interrupted. Between cells ipykernel ignores SIGINT, and while one awaits it cancels
+    that and lets the callback be: a short one, which goes on."""
+    before, begun = signal.getsignal(signal.SIGINT), time.monotonic()
+    if before is None:  # of another language, and could not be put back
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            before(number, frame)
+        if before is signal.SIG_IGN or time.monotonic() - begun > _HANGS_S:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import keyword
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -23,7 +24,10 @@ _OURS = frozenset({"name", "engine", "chat", "system"})
 
 def _text(given: str) -> str:
     """A word, or a Python string: `--stop "\\n\\n"`. IPython leaves the quotes on."""
-    return str(ast.literal_eval(given)) if given[:1] in ("'", '"') else given
+    try:
+        return str(ast.literal_eval(given)) if given[:1] in ("'", '"') else given
+    except SyntaxError:
+        raise ValueError(given) from None  # which argparse tells
 
 
 @magics_class
@@ -56,8 +60,11 @@ class InferMagics(Magics):
         `%%infer story --max-tokens 60 --temperature 0.8` begins a cell of text; the cell ends at once, `story` can then
         be paused, steered, awaited. The line break at the cell's end is no part of the text.
         """
-        options = vars(parse_argstring(self.infer, line))
-        name, engine = _variable(options["name"]), self._engine(options["engine"])
+        try:
+            options = vars(parse_argstring(self.infer, line))
+        except ValueError as error:  # of quotes that are not closed
+            raise UsageError(f"%%infer {line}: {error}") from None
+        name, engine = self._variable(options["name"]), self._engine(options["engine"])
         text = cell.removesuffix("\n")
         if not text.strip():
             raise UsageError("%%infer continues the cell's text, and there is none below the first line")
@@ -80,8 +87,9 @@ class InferMagics(Magics):
             if not isinstance(variables.get(name), Engine):
                 raise UsageError(f"--engine {name}: there is no engine in a variable of that name")
             return variables[name]
-        if isinstance(variables.get("engine"), Engine):
-            return variables["engine"]
+        usual = variables.get("engine")
+        if isinstance(usual, Engine) and not usual.closed:
+            return usual
         engines = {
             id(value): key
             for key, value in variables.items()
@@ -91,6 +99,18 @@ class InferMagics(Magics):
             found = f"there are several ({', '.join(sorted(engines.values()))})" if engines else "there is none"
             raise UsageError(f"which engine? {found}: `engine = await Engine.load()`, or --engine VARIABLE")
         return variables[next(iter(engines.values()))]
+
+    def _variable(self, name: str) -> str:
+        from interactive_infer.engine import Engine
+
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise UsageError(
+                f"{name!r} cannot be a variable; begin the line with a name: %%infer story --max-tokens 60"
+            )
+        there = self.shell.user_ns.get(name)
+        if isinstance(there, Engine) and not there.closed:
+            raise UsageError(f"{name} holds an engine, and the generation would take its place: --engine {name}?")
+        return name
 
     @context_matcher()
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
@@ -110,14 +130,19 @@ class InferMagics(Magics):
         return {"completions": completions, "suppress": True}
 
 
-def _variable(name: str) -> str:
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"{name!r} cannot be a variable; begin the line with a name: %%infer story --max-tokens 60")
-    return name
+_loaded: weakref.WeakKeyDictionary[InteractiveShell, InferMagics] = weakref.WeakKeyDictionary()
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext interactive_infer`: adds `%%infer`, with completion of its options."""
-    magics = InferMagics(shell)
+    unload_ipython_extension(shell)
+    magics = _loaded[shell] = InferMagics(shell)
     shell.register_magics(magics)
     shell.Completer.custom_matchers.append(magics.complete)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """`%unload_ext interactive_infer`: takes `%%infer` away."""
+    if (magics := _loaded.pop(shell, None)) is not None:
+        shell.Completer.custom_matchers.remove(magics.complete)
+        shell.magics_manager.magics["cell"].pop("infer", None)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -53,7 +54,7 @@ def run_sync(awaitable: Awaitable[T]) -> T:
             awaitable.close()  # else Python warns that it was never awaited, on top of the error
         raise
     task = loop.create_task(_result(awaitable), name="run_sync")
-    with _cancelled_by_interrupt(task, loop) as was_interrupted:
+    with _as_many_ready(loop), _cancelled_by_interrupt(task, loop) as was_interrupted:
         try:
             return loop.run_until_complete(task)
         except asyncio.CancelledError:
@@ -64,6 +65,26 @@ def run_sync(awaitable: Awaitable[T]) -> T:
 
 async def _result(awaitable: Awaitable[T]) -> T:
     return await awaitable
+
+
+@contextmanager
+def _as_many_ready(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Leave the loop at least as many handles that are ready as it had.
+
+    asyncio's own `_run_once`, which is on the stack where the loop has just been patched, has counted them before, and
+    takes that many. One too few ends the loop, and with it the kernel.
+    """
+    ready: deque[asyncio.Handle] = loop._ready  # type: ignore[attr-defined]
+    before = len(ready)
+    try:
+        yield
+    finally:
+        for _ in range(before - len(ready)):
+            loop.call_soon(_nothing)
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

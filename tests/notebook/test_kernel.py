@@ -156,6 +156,19 @@ def test_a_callback_that_hangs_between_cells_can_be_interrupted(kernel: Kernel, 
 
 
 @pytest.mark.notebook
+def test_a_callback_that_hangs_while_a_cell_awaits_can_be_interrupted(kernel: Kernel, fresh: SimpleNamespace) -> None:
+    kernel.run("def clicked():\n    time.sleep(0.5)\n    print('hanging', flush=True)\n    time.sleep(120)")
+    cell = kernel.start("print('awaiting')\nawait opened()")
+    kernel.await_print(cell, "awaiting")
+    click = kernel.click(fresh.button)
+    kernel.await_print(click, "hanging")
+    kernel.interrupt()
+    kernel.finish(click, cell)
+    assert kernel.errors(cell), "its await is cancelled too"
+    kernel.run("clicked = lambda: None")
+
+
+@pytest.mark.notebook
 def test_output_goes_where_it_belongs(kernel: Kernel, fresh: SimpleNamespace) -> None:
     kernel.run("def clicked():\n    print('from the callback')\n    seen.append('clicked')\n    gate.set()")
     cell = kernel.start(

@@ -81,7 +81,11 @@ def test_which_engine(shell: Kernel) -> None:
         assert "several (more, other)" in refused(shell, "%%infer\na")
         shell.run(f"%%infer one --engine other {EIGHT}\na")
         assert "no engine in a variable" in refused(shell, "%%infer --engine story\na")
-        shell.run("await other.close()\nawait more.close()")
+        shell.run("await other.close()\nengine = other")
+        assert shell.value("(get_ipython().run_cell_magic('infer', 'g', 'a'), g)[1]._engine_ref() is more"), (
+            "it is open"
+        )
+        shell.run("await more.close()\nengine = None")
         assert "there is none" in refused(shell, "%%infer\na")
     finally:
         shell.run("engine = _mine")
@@ -98,6 +102,9 @@ def test_which_engine(shell: Kernel) -> None:
         ("%%infer --max-tokens 0\na", "max_tokens=0: "),
         ("%%infer --heat 3\na", "unrecognized arguments: --heat"),
         ("%%infer --system x\na", "--system belongs to --chat"),
+        ('%%infer --stop "\na', "No closing quotation"),
+        ("%%infer --stop 'a\\'\na", "invalid"),
+        ("%%infer engine\na", "--engine engine?"),
     ],
 )
 def test_what_is_wrong_is_said(shell: Kernel, cell: str, problem: str) -> None:
@@ -117,3 +124,15 @@ def test_completion_and_help(shell: Kernel) -> None:
     help_ = shell.client.inspect("%%infer", 7, reply=True, timeout=PATIENCE)["content"]
     assert help_["found"] and "--max-tokens MAX_TOKENS" in help_["data"]["text/plain"]
     assert "Continue the cell's text" in help_["data"]["text/plain"]
+
+
+@pytest.mark.notebook
+def test_loaded_again_there_is_one_and_unloaded_none(shell: Kernel) -> None:
+    matchers = "[m.__qualname__ for m in get_ipython().Completer.custom_matchers].count('InferMagics.complete')"
+    shell.run("%reload_ext interactive_infer\n%reload_ext interactive_infer")
+    assert shell.value(matchers) == 1
+    shell.run("%unload_ext interactive_infer")
+    assert shell.value(matchers) == 0
+    assert "not found" in refused(shell, "%%infer\na")
+    shell.run("%load_ext interactive_infer")
+    assert shell.value(matchers) == 1

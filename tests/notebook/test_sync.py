@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -129,6 +130,31 @@ async def answer() -> int:
 def test_without_a_loop_nothing_is_patched() -> None:
     assert run_sync(answer()) == 42
     assert not hasattr(asyncio, "_nest_patched")
+
+
+@pytest.mark.parametrize("module", ["nest_asyncio2", "nest_asyncio"])
+def test_the_turn_in_which_the_loop_is_patched_goes_on(module: str) -> None:
+    """asyncio's own `_run_once` is on the stack then, and has counted the handles that it will take."""
+    script = f"""
+import asyncio
+from interactive_infer import run_sync
+from interactive_infer.notebook import sync
+
+sync._fork = lambda: {module!r}
+
+async def cell():
+    loop, ran = asyncio.get_running_loop(), []
+    for _ in range(2):
+        loop.call_soon(lambda: ran.append(run_sync(asyncio.sleep(0.01, "value"))))
+        for _ in range(3):
+            loop.call_soon(ran.append, "other")
+    await asyncio.sleep(0.2)
+    print(sorted(ran))
+
+asyncio.run(cell())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == f"{['other'] * 6 + ['value'] * 2}\n", ran.stderr
 
 
 def test_what_cannot_be_awaited_is_refused() -> None:
