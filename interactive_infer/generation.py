@@ -404,7 +404,10 @@ class Generation:
     # -- display -----------------------------------------------------------------------------------------------
 
     def show(self) -> Generation:
-        """Display the live stream now (in a notebook; elsewhere nothing) and return this generation."""
+        """Display the live stream now (in a notebook; elsewhere nothing) and return this generation.
+
+        As the value of a cell's last line it is not displayed a second time.
+        """
         from interactive_infer.notebook.display import show
 
         show(self)
@@ -420,9 +423,9 @@ class Generation:
         return controls(self)
 
     def _ipython_display_(self) -> None:
-        from interactive_infer.notebook.display import show
+        from interactive_infer.notebook.display import show_as_value
 
-        show(self)
+        show_as_value(self)
 
     def __repr__(self) -> str:
         text = self.text
@@ -538,7 +541,8 @@ class GenerationGroup(Seq[Generation]):
         return controls(self)
 
     def _ipython_display_(self) -> None:
-        self.show()
+        for generation in self._generations:
+            generation._ipython_display_()
 
     def __repr__(self) -> str:
         return f"<GenerationGroup {self._generations!r}>"

@@ -38,6 +38,33 @@ def show(generation: Generation) -> None:
     shell = _shell()
     if shell is None:
         return
+    _shown_in[generation] = _cell(shell)
+    _show(generation, shell)
+
+
+def show_as_value(generation: Generation) -> None:
+    """As `show`, for IPython, which displays the value of a cell's last line.
+
+    Where that line is `gen.show()` it has been displayed: each `show` spares one such display in its own cell.
+    """
+    shell = _shell()
+    if shell is None:
+        return
+    shown_in = _shown_in.pop(generation, None)
+    if shown_in is None or shown_in != _cell(shell):
+        _show(generation, shell)
+
+
+_shown_in: weakref.WeakKeyDictionary[Generation, int | None] = weakref.WeakKeyDictionary()
+
+
+def _cell(shell: Any) -> int | None:
+    """The number of the cell that runs, or of the last one (as in cells.py); None for a shell that counts none."""
+    history = getattr(shell, "history_manager", None)
+    return None if history is None else len(history.input_hist_parsed)
+
+
+def _show(generation: Generation, shell: Any) -> None:
     if not hasattr(shell, "kernel"):
         _when_ended(generation, lambda: print(printable(sound(_plain(generation)))))
         return

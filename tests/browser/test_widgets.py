@@ -246,6 +246,44 @@ async def test_a_playground_runs_and_is_saved(lab_page: OpenPage, expect: Any) -
     await page.screenshot("playground-saved")
 
 
+RETIRED = """
+import ipywidgets
+from interactive_infer.notebook.widgets import token_view
+
+token_view._FINISHED_KEPT = 1
+held = ipywidgets.Output()
+display(held)
+with held:
+    gen.show()
+"""
+
+
+async def test_a_view_that_is_retired_shows_its_text_also_in_an_output_widget(lab_page: OpenPage, expect: Any) -> None:
+    last = "last = engine.generate('a dog', max_tokens=5, ignore_eos=True)\nlast.show()"
+    page = await lab_page([LOAD, FREE, START.replace("400", "60"), RETIRED, AWAIT, last, "_ = await last"])
+    await page.run_cells(0, 1, 2, 3, 4)
+    await state(page, 3, expect, "finished")
+    text = await page.output(3).locator(".lines").text_content()
+    await page.run_cells(5, 6)
+    for place in (2, 3):
+        await page.show_cell(place)
+        view = page.output(place).locator(".token-view")
+        await expect(view.locator(".status")).to_contain_text("retired: display it again")
+        await expect(view).not_to_contain_text("its kernel is gone")
+        await expect(view.get_by_role("button").locator("visible=true")).to_have_count(0)
+        assert await view.locator(".lines").text_content() == text
+        await view.locator(".lines").focus()
+        await expect(view.locator(".detail")).to_be_hidden()
+    await page.screenshot("token-retired")
+    await expect(page.output(5).locator(".token-view")).to_have_count(1)  # show() was the cell's value too
+    await expect(page.output(5).get_by_role("button", name="Continue")).to_be_visible()
+    await page.save()
+    await page.reload()
+    await page.show_cell(3)
+    await expect(page.output(3).locator(".status")).to_contain_text("retired: display it again")
+    await expect(page.output(3).locator(".lines")).to_have_text(text or "")
+
+
 LONG = """
 from tests.notebook.fakes import Writer
 words = [f"w{i}" + (chr(10) if i % 50 == 49 else " ") for i in range(20_000)]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import IPython.display
 import pytest
 
+from interactive_infer.generation import GenerationGroup
 from interactive_infer.notebook import display
 from interactive_infer.notebook.follower import Follower
 from tests.notebook.fakes import Clock, Writer
@@ -84,6 +85,42 @@ def test_a_live_view_becomes_the_final_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(last) == {"text/plain", "text/html"}, "a reopened notebook has no model for a view"
     assert last["text/plain"] == "".join(HOSTILE)
     assert len(shown.ids) == 1
+
+
+@pytest.fixture
+def in_cells(monkeypatch: pytest.MonkeyPatch) -> tuple[Shown, list[str]]:
+    """What is displayed, and the cells that there have been (IPython's has an empty one at first)."""
+    shown, cells = Shown(monkeypatch), ["", "first"]
+    shell = SimpleNamespace(kernel=object(), history_manager=SimpleNamespace(input_hist_parsed=cells))
+    monkeypatch.setattr(display, "_shell", lambda: shell)
+    return shown, cells
+
+
+def test_what_show_displayed_is_not_displayed_again_as_its_cells_value(in_cells: tuple[Shown, list[str]]) -> None:
+    shown, cells = in_cells
+    one, other = Writer(["a"]).generation, Writer(["b"]).generation
+    one.show()._ipython_display_()
+    assert len(shown.displayed) == 1
+    GenerationGroup([one, other]).show()._ipython_display_()
+    assert len(shown.displayed) == 3
+    one.show()
+    one.show()
+    assert len(shown.displayed) == 5, "who asks twice gets two"
+    one._ipython_display_()
+    other._ipython_display_()
+    assert len(shown.displayed) == 6, "the other was not shown since"
+    one.show()
+    cells.append("second")
+    GenerationGroup([one, other])._ipython_display_()
+    assert len(shown.displayed) == 9, "that was another cell"
+
+
+def test_a_value_that_was_not_shown_is_displayed_each_time(in_cells: tuple[Shown, list[str]]) -> None:
+    shown, _ = in_cells
+    generation = Writer(["a"]).generation
+    generation._ipython_display_()
+    generation._ipython_display_()
+    assert len(shown.displayed) == 2
 
 
 def test_an_open_view_holds_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:

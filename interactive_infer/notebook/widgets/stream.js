@@ -7,7 +7,7 @@ const HOVER_MS = 60;
 // What has arrived. It is kept for every page, also those that come later.
 class TokenStream {
   constructor(send) {
-    this.send = (message) => { if (!this.gone) send(message); };
+    this.send = (message) => { if (!this.gone && !this.retired) send(message); };
     this.pages = new Set();
     this.texts = [];
     this.micros = [];
@@ -19,9 +19,11 @@ class TokenStream {
     this.status = "";
     this.state = "waiting";
     this.gone = false;
+    this.retired = false;
     this.timer = null;
   }
   receive(message) {
+    if (this.retired) return; // it was under way before
     if (this.gone) {
       this.gone = false;
       for (const page of this.pages) page.showState();
@@ -84,7 +86,23 @@ class TokenStream {
     this.gone = true;
     for (const page of this.pages) page.rest();
   }
+  // The kernel's side no longer answers, for good; what is shown stays.
+  retire({ text, status }) {
+    this.stop();
+    this.retired = true;
+    if (this.texts.join("") !== text) {
+      this.keep(0);
+      this.texts.push(text);
+      this.micros.push(null);
+      for (const page of this.pages) page.grow();
+    }
+    this.count = this.texts.length;
+    this.status = status;
+    this.state = "finished";
+    for (const page of this.pages) page.rest();
+  }
   get words() {
+    if (this.retired) return `${this.status} · retired: display it again for its buttons`;
     return this.gone && this.state !== "finished" ? `${this.status} · cut off: its kernel is gone` : this.status;
   }
 }
@@ -266,10 +284,10 @@ class Page {
   // -- state
 
   showState() {
-    const { state, gone } = this.stream;
+    const { state, gone, retired } = this.stream;
     const status = shown(this.stream.words);
     if (this.status.textContent !== status) this.status.textContent = status;
-    const news = gone ? "its kernel is gone" : state;
+    const news = retired ? "retired" : gone ? "its kernel is gone" : state;
     if (this.said.dataset.news === news) return;
     if (this.said.dataset.news) this.said.textContent = news;
     this.said.dataset.news = news;
@@ -281,6 +299,7 @@ class Page {
     };
     for (const [verb, node] of Object.entries(this.buttons)) enable(node, !gone && can[verb]);
     enable(this.shadeButton, !gone);
+    for (const node of [...Object.values(this.buttons), this.shadeButton]) node.hidden = retired;
     this.root.dataset.state = state;
     if (state === "finished" && this.shaded && !gone) this.stream.send({ shade: true });
   }
@@ -338,6 +357,7 @@ class Page {
     return this.chunks[low];
   }
   select(token, scroll) {
+    if (this.stream.retired) token = null;
     for (const span of this.text.querySelectorAll(".selected")) span.removeAttribute("class");
     this.selected = token;
     this.detail.hidden = token === null;
@@ -378,6 +398,10 @@ class Page {
   }
   rest() {
     clearTimeout(this.hoverTimer);
+    if (this.stream.retired) {
+      if (this.shaded) this.toggleShade();
+      this.select(null);
+    }
     this.showState();
   }
 }

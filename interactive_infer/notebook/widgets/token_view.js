@@ -36,13 +36,21 @@ export default () => {
         if ("error" in message) for (const page of stream.pages) page.error.show(message.error);
         else if (!("output" in message)) stream.receive(message);
       };
+      const retire = () => {
+        const left = model.get("retired");
+        if (!("text" in left)) return false;
+        stream.retire(left);
+        sight.stop();
+        return true;
+      };
       const saving = (_, state) => { if (state === "started") writeDown(model); };
       const saved = model.widget_manager?.context?.saveState;
       saved?.connect(saving);
       model.on("change:snapshot", whole);
       model.on("msg:custom", part);
+      model.on("change:retired", retire);
       whole();
-      stream.ask(); // for what came between the kernel's opening of this model and now
+      if (!retire()) stream.ask(); // for what came between the kernel's opening of this model and now
       places = hydrate(model.get("mark"), makeRoot);
       return () => {
         places.leave();
@@ -51,6 +59,7 @@ export default () => {
         commons.stop();
         saved?.disconnect(saving);
         model.off("change:snapshot", whole);
+        model.off("change:retired", retire);
         model.off("msg:custom", part);
         stream.lose();
       };

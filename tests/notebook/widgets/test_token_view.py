@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from interactive_infer import Alternative, Engine, Token
 from interactive_infer.errors import EngineClosedError
 from interactive_infer.notebook import widgets
 from interactive_infer.notebook.follower import Follower
+from interactive_infer.notebook.widgets import token_view
 from interactive_infer.notebook.widgets.panel import Panel
 from interactive_infer.notebook.widgets.token_view import TokenView
 from interactive_infer.timeline.analysis import duration
@@ -45,12 +48,16 @@ class FrontEnd:
         self.renewed = 0
         self._lose = lose
         monkeypatch.setattr(self.view, "send", lambda content, buffers=None: self._receive(content), raising=False)
-        monkeypatch.setattr(self.view, "send_state", lambda key=None: self._receive(self.view.snapshot), raising=False)
+        monkeypatch.setattr(self.view, "send_state", self._receive_state, raising=False)
         monkeypatch.setattr(self.view, "renew", self._renew, raising=False)
         self.view.stream.start()
 
     def _renew(self) -> None:
         self.renewed += 1
+
+    def _receive_state(self, key: str | None = None) -> None:
+        if self.view.snapshot:
+            self._receive(self.view.snapshot)
 
     def _receive(self, message: dict[str, Any]) -> None:
         self.count += 1
@@ -287,6 +294,64 @@ def test_a_closed_view_follows_no_more_and_leaves_its_text(monkeypatch: pytest.M
     assert front_end.count == count and front_end.renewed == 1
     assert not [one for one in writer.output.listeners if isinstance(one, Follower)]
     front_end.view.close()
+
+
+@pytest.fixture
+def few_kept(monkeypatch: pytest.MonkeyPatch) -> list[TokenView]:
+    """Two views of texts that have ended stay usable. These are they."""
+    monkeypatch.setattr(token_view, "_FINISHED_KEPT", 2)
+    monkeypatch.setattr(TokenView, "_finished", kept := [])
+    return kept
+
+
+def ended(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Writer, FrontEnd]:
+    writer = Writer([text])
+    front_end = FrontEnd(writer, monkeypatch)
+    writer.write()
+    writer.finish()
+    front_end.clock.advance(1)  # which lets go of timers that were cancelled
+    return writer, front_end
+
+
+def test_a_view_that_is_retired_keeps_its_widget_and_text_and_lets_go_of_the_rest(
+    few_kept: list[TokenView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, first = ended("one", monkeypatch)
+    bundle = first.view.bundle()
+    others = [ended(text, monkeypatch) for text in ("two", "three")]
+    assert few_kept == [front_end.view for _, front_end in others]
+    assert first.view.retired == {"text": "one", "status": first.status} and first.view.comm is not None
+    assert not any(front_end.view.retired for _, front_end in others)
+    assert first.view.bundle() == bundle and not first.view.snapshot
+    count = first.count
+    for message in ({"do": "continue"}, {"resend": 0}, {"detail": 0}, {"visible": True, "page": "one"}):
+        first.say(message)
+    assert first.count == count and not first.errors
+    generation = weakref.ref(writer.generation)
+    del writer
+    gc.collect()
+    assert generation() is None
+
+
+def test_of_a_generation_that_is_displayed_again_and_again_the_oldest_view_is_retired(
+    few_kept: list[TokenView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = ended("other", monkeypatch)
+    writer, first = ended("again", monkeypatch)
+    second, third = FrontEnd(writer, monkeypatch), FrontEnd(writer, monkeypatch)
+    assert few_kept == [other.view, third.view]
+    assert first.view.retired and second.view.retired
+
+
+def test_a_view_that_is_closed_says_first_that_it_is_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = TokenView(Writer(["a"]).generation)
+    told: list[str | None] = []
+    monkeypatch.setattr(view, "send_state", lambda key=None: told.append(key), raising=False)
+    comm = view.comm
+    monkeypatch.setattr(comm, "close", lambda *_, **__: told.append("closed"), raising=False)
+    view.close()
+    assert [word for word in told if word in ("retired", "closed")] == ["retired", "closed"]
+    assert view.retired == {"text": "", "status": "waiting · 0 tokens"}
 
 
 def test_a_kernel_that_would_not_hear_that_it_is_seen_again_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
