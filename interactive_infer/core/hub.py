@@ -57,7 +57,7 @@ def download(
                 f"{argument}={repo_id!r}: there is no such folder here, it is not in the Hub's cache, and the "
                 f"Hub cannot be reached ({type(error).__name__}: {error}). Connect to the network once, or "
                 "give a folder."
-            ) from None  # its message is told; behind it are the tracebacks of four libraries
+            ) from error
     progress("downloading", 1.0)
     return Path(folder)
 
