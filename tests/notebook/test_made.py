@@ -36,21 +36,23 @@ def test_the_output_holds_no_widget_but_in_colab(monkeypatch: pytest.MonkeyPatch
     assert "application/vnd.jupyter.widget-view+json" in view.bundle()
 
 
-def test_old_views_of_ended_texts_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_views_of_ended_texts_are_retired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("interactive_infer.notebook.widgets.token_view._FINISHED_KEPT", 3)
     TokenView._finished.clear()
-    views = []
+    views, generations = [], []
     for _ in range(5):
         writer = Writer(["a"])
         writer.write()
         writer.finish()
+        generations.append(writer.generation)
         views.append(TokenView(writer.generation))
         views[-1].stream.start()
-    assert [view.comm is None for view in views] == [True, True, False, False, False]
-    assert not [one for view in views for one in view.stream.generation._output.listeners if isinstance(one, Follower)]
+    assert [bool(view.retired) for view in views] == [True, True, False, False, False]
+    assert all(view.comm is not None for view in views), "an Output would lose what a closed one shows"
+    assert not [one for gen in generations for one in gen._output.listeners if isinstance(one, Follower)]
 
 
-def test_a_view_that_was_continued_stays_open_until_it_has_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_that_was_continued_is_not_retired_until_it_has_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("interactive_infer.notebook.widgets.token_view._FINISHED_KEPT", 2)
     monkeypatch.setattr(TokenView, "renew", lambda view: None)
     TokenView._finished.clear()
@@ -69,9 +71,9 @@ def test_a_view_that_was_continued_stays_open_until_it_has_ended_again(monkeypat
     monkeypatch.setattr(view.stream.generation, "continue_", lambda: after.generation, raising=False)
     view.hear({"do": "continue"})
     others = [ended() for _ in range(3)]
-    assert view.comm is not None and [other.comm is None for other in others] == [True, False, False]
+    assert not view.retired and [bool(other.retired) for other in others] == [True, False, False]
     after.write()
     after.finish()
-    assert view.comm is not None and others[1].comm is None
+    assert not view.retired and others[1].retired
     ended(), ended()
-    assert view.comm is None
+    assert view.retired
