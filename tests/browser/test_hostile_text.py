@@ -345,3 +345,33 @@ async def test_hostile_text_is_text_without_widgets(lab_page: OpenPage, expect: 
     await expect(page.output(start)).to_contain_text("stop")
     assert await final_text(page, start) == TEXT
     await nothing_ran(page)
+
+
+async def test_a_megabyte_on_one_line(lab_page: OpenPage) -> None:
+    """All of it is there, as text; so it is in the saved notebook, and after a reload."""
+    start = """
+from tests.notebook.fakes import Writer
+
+line = "<script>window.ran = 8</script>" + "x" * 1_000_000
+writer = Writer([line[:31], line[31:], "!"])
+writer.write(2)
+writer.generation
+"""
+    page = await lab_page([start, "writer.write()\nwriter.finish()"])
+    line = "<script>window.ran = 8</script>" + "x" * 1_000_000
+
+    async def is_there(text: str) -> None:
+        async with asyncio.timeout(60):  # a long line is in several elements
+            while (await live_text(page, 0)).replace("\n", "") != text:
+                await asyncio.sleep(0.2)
+        await nothing_ran(page)
+
+    await page.run_cell(0)
+    await is_there(line)
+    await page.run_cell(1)
+    await is_there(line + "!")
+    await page.save()
+    (saved,) = await page.outputs(0)
+    assert line in saved["data"]["text/plain"] and "<script>" not in saved["data"]["text/html"]
+    await page.reload()
+    await is_there(line + "!")
