@@ -112,8 +112,7 @@ class Completion:
 
     def _settle(self) -> Self:
         """Make what has not been read yet, and let the generation go."""
-        self.text, self.tokens  # noqa: B018
-        self._generation = None
+        vars(self).update(text=self.text, tokens=self.tokens, _generation=None)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
