@@ -32,7 +32,7 @@ class Cells:
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._main = threading.main_thread().ident
         self._open: dict[int | None, list[tuple[int, int]]] = {}  # by thread: start in ns and number of each
-        self._assumed: tuple[int, int] | None = (time.perf_counter_ns(), _num_cells(shell))
+        self._assumed: tuple[int, int] | None = (time.perf_counter_ns(), num_cells(shell))
         shell.events.register("pre_run_cell", self._begins)
         shell.events.register("post_run_cell", self._ended)
 
@@ -59,7 +59,7 @@ class Cells:
         if thread == self._main:
             self._assumed = None
         begun = self._open.setdefault(thread, [])
-        begun.append((time.perf_counter_ns(), _num_cells(shell) + 1 if shell else 0))
+        begun.append((time.perf_counter_ns(), num_cells(shell) + 1 if shell else 0))
         if len(begun) == 1:
             for recorder in tuple(self._recorders):
                 recorder.begin(Phase.CELL, *begun[0])
@@ -79,7 +79,7 @@ class Cells:
                 recorder.record(Phase.CELL, start, now, number)
 
 
-def _num_cells(shell: Any) -> int:
+def num_cells(shell: Any) -> int:
     """Cells there have been, one that runs included. Not `execution_count`: since IPython 9.18 it is the next one's by
     the time that a cell's beginning is told, and before it was that cell's own."""
     return len(shell.history_manager.input_hist_parsed) - 1

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from interactive_infer.notebook.cells import num_cells
 from interactive_infer.notebook.follower import Follower, Update, follow
 from interactive_infer.notebook.hostile import markup, printable, sound
 
@@ -59,9 +60,11 @@ _shown_in: weakref.WeakKeyDictionary[Generation, int | None] = weakref.WeakKeyDi
 
 
 def _cell(shell: Any) -> int | None:
-    """The number of the cell that runs, or of the last one (as in cells.py); None for a shell that counts none."""
-    history = getattr(shell, "history_manager", None)
-    return None if history is None else len(history.input_hist_parsed)
+    """The number of the cell that runs, or of the last one; None for a shell that counts none."""
+    try:
+        return num_cells(shell)
+    except AttributeError:
+        return None
 
 
 def _show(generation: Generation, shell: Any) -> None:
