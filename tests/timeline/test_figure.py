@@ -8,17 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from interactive_infer.errors import InvalidRequestError
 from interactive_infer.timeline import Phase, Timeline, Work
-
-matplotlib = pytest.importorskip("matplotlib")
-
-from matplotlib.text import Text  # noqa: E402
-
-from interactive_infer.timeline import figure as figure_module  # noqa: E402
-from interactive_infer.timeline.figure import fitting  # noqa: E402
-from interactive_infer.timeline.lanes import THEMES  # noqa: E402
+from interactive_infer.timeline import figure as figure_module
+from interactive_infer.timeline.figure import fitting
+from interactive_infer.timeline.lanes import THEMES
 
 
 def texts(figure: object) -> list[str]:
