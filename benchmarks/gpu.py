@@ -26,6 +26,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gpu_busy
+import gpu_cards
 import gpu_life
 import gpu_loop
 import gpu_models
@@ -48,10 +50,11 @@ SECTIONS: dict[str, tuple[Section, int, int]] = {
     "tokens": (gpu_peers.tokens, 80, 200),
     "arrivals": (gpu_peers.arrivals, 220, 120),
     "lag": (gpu_loop.lag, 160, 0),
-    "busy": (gpu_speed.busy, 80, 0),
+    "busy": (gpu_busy.busy, 80, 0),
     "ways": (gpu_speed.ways, 200, 0),
     "memory": (gpu_life.memory, 40, 0),
     "load": (gpu_life.load, 180, 0),
+    "cards": (gpu_cards.cards, 120, 0),
 }
 
 
@@ -128,7 +131,8 @@ def main() -> None:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     # A loop that hangs cannot time anything out: then say where, and end.
     faulthandler.dump_traceback_later(args.budget + 60, exit=True)
-    names = [name for name in SECTIONS if not args.sections or name in args.sections]
+    usual = [name for name in SECTIONS if name != "cards" or torch.cuda.device_count() > 1]
+    names = [name for name in SECTIONS if name in (args.sections or usual)]
     asyncio.run(measure(args, names, path))
 
 

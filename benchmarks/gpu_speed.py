@@ -1,28 +1,21 @@
-"""Sections of gpu.py about speed: decode steps against the floor of memory, busy shares, steps without a loop."""
+"""Sections of gpu.py about speed: decode steps against the floor of memory, sampling, steps without a loop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import gpu_models
-import numpy as np
-import torch
 from gpu_bench import BATCHES, Bench, Run, Steady, Table, captured, collect, read_bandwidth, run, spread, steady
 
 from interactive_infer import Engine
 from interactive_infer.core.flight import Flight
 
-SMALL_GAP_NS = 10_000
 
-
-async def _steady(bench: Bench, engine: Engine, batch: int, **sampling: Any) -> Steady:
+async def decode_steps(bench: Bench, engine: Engine, batch: int, **sampling: Any) -> Steady:
     """Decode steps of `batch` sequences around `bench.sizes.context` tokens of context."""
     context, steps = bench.sizes.context, bench.sizes.steady_steps
     # The first sequences decode while the last ones' prompts are still worked on.
@@ -41,7 +34,7 @@ async def floor(bench: Bench) -> list[Table]:
     engine = await bench.engine()
     rows: list[list[object]] = []
     for batch in BATCHES:
-        found = await _steady(bench, engine, batch)
+        found = await decode_steps(bench, engine, batch)
         num_bytes = gpu_models.step_bytes(engine.model, batch, bench.sizes.context)
         floor_ms = num_bytes / bandwidth * 1e3
         period, own = statistics.median(found.periods_ms), statistics.median(found.own_ms)
@@ -89,7 +82,7 @@ async def sampling(bench: Bench) -> list[Table]:
         "plain draw, 5 logprobs": {"temperature": 1.0, "logprobs": 5},
     }
     periods = {
-        name: statistics.median((await _steady(bench, engine, 64, **way)).periods_ms) for name, way in ways.items()
+        name: statistics.median((await decode_steps(bench, engine, 64, **way)).periods_ms) for name, way in ways.items()
     }
     plain = periods["plain draw"]
     return [
@@ -99,134 +92,6 @@ async def sampling(bench: Bench) -> list[Table]:
             [[name, period, (period - plain) * 1e3] for name, period in periods.items()],
         )
     ]
-
-
-# ---- busy -----------------------------------------------------------------------------------------------------------
-
-
-async def busy(bench: Bench) -> list[Table]:
-    """Share of the time in which the card works while 1 and 64 generations decode."""
-    engine = await bench.engine()
-    events = {batch: await _steady(bench, engine, batch) for batch in BATCHES}
-    traces: dict[int, tuple[list[dict[str, Any]], float]] = {}
-    if bench.is_cuda:
-        await bench.drop_engine()
-        # Graphs that were captured before the profiler's first use may lack their kernels in its records.
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
-            torch.zeros(1, device=bench.device)
-        engine = await bench.engine()
-        for batch in BATCHES:
-            traces[batch] = await _trace(bench, engine, batch)
-    rows: list[list[object]] = []
-    kernels: list[list[object]] = []
-    for batch, found in events.items():
-        row: list[object] = [batch, statistics.median(found.periods_ms), 100 * found.busy]
-        if batch in traces:
-            work, period_ms = traces[batch]
-            shares = kernel_shares(work)
-            steps = shares["span_ms"] / period_ms
-            row += [period_ms, *(100 * shares[name] for name in ("plain", "inside_graph", "anywhere"))]
-            row += [shares["median_ms"], 100 * shares["median_plain"], 100 * shares["median_inside_graph"]]
-            row += [shares["kernels"] / steps, shares["largest_us"]]
-            for name, (total_ms, count) in list(totals(work).items())[:10]:
-                kernels.append([batch, name[:60], count / steps, total_ms / steps * 1e3])
-        rows.append(row + [None] * (12 - len(row)))
-    columns = ["batch", "ms a step", "step events, %", "ms a step, profiled", "kernels, %"]
-    columns += ["+ gaps < 10 µs in a graph, %", "+ all gaps < 10 µs, %"]
-    columns += ["median step, ms", "of it kernels, %", "+ gaps < 10 µs in a graph, %"]
-    columns += ["kernels a step", "largest gap, µs"]
-    title = "GPU busy while generations decode: by step events, and by the kernels that torch.profiler saw"
-    tables = [Table(title, columns, rows)]
-    if kernels:
-        tables.append(Table("Where a step goes", ["batch", "kernel", "a step", "µs a step"], kernels))
-    return tables
-
-
-async def _trace(bench: Bench, engine: Engine, batch: int) -> tuple[list[dict[str, Any]], float]:
-    """What ran on the card, in order, while `batch` generations decoded: Chrome trace events; and ms a step."""
-    steps, context = 4 * bench.sizes.steady_steps, bench.sizes.context
-    engine.reset_prefix_cache()
-    group = [
-        engine.generate(ids, temperature=0.0, ignore_eos=True, max_tokens=4 * steps + context)
-        for ids in bench.prompts(batch, context // 2)
-    ]
-    readers = [asyncio.ensure_future(generation.future()) for generation in group]
-    while len(group[-1].token_ids) < 8:
-        await asyncio.sleep(0.005)
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    profiler.start()
-    engine.timeline.clear()
-    seen = len(group[-1].token_ids)
-    while len(group[-1].token_ids) < seen + steps:
-        await asyncio.sleep(0.005)
-    recording = engine.timeline.recorder.snapshot()
-    profiler.stop()
-    for generation in group:
-        generation.cancel()
-    await asyncio.gather(*readers)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    # Synchronisation records and annotations are on the card's tracks too, and are no work.
-    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work.sort(key=lambda event: event["ts"])
-    if not work:
-        raise RuntimeError("the profiler has recorded no kernel")
-    # Its first half holds the restart after the profiler's own start, its end the last steps.
-    first, last = work[0]["ts"], work[-1]["ts"]
-    begin, end = first + 0.5 * (last - first), first + 0.95 * (last - first)
-    return [event for event in work if begin <= event["ts"] < end], statistics.median(
-        steady(recording, batch).periods_ms
-    )
-
-
-def kernel_shares(work: list[dict[str, Any]]) -> dict[str, Any]:
-    """Busy shares of the span that `work` (sorted by start) covers: the union of its intervals, and with small gaps.
-
-    `inside_graph`: gaps under 10 µs between two pieces of one launch (one correlation id) count as busy.
-    `anywhere`: all gaps under 10 µs do. `median_*`: the same of the median step, from one forward's first kernel to the
-    next one's: the profiler itself stalls the card for milliseconds now and then, and adds to each launch.
-    """
-    starts = np.array([round(event["ts"] * 1e3) for event in work], np.int64)
-    lengths = np.array([round(event["dur"] * 1e3) for event in work], np.int64)
-    launch = np.array([event["args"].get("correlation", -1) for event in work])
-    ends = np.maximum.accumulate(starts + lengths)
-    gaps = np.maximum(starts[1:] - ends[:-1], 0)
-    span = int(ends[-1] - starts[0])
-    small = gaps < SMALL_GAP_NS
-    inside = small & (launch[1:] == launch[:-1])
-    idle = int(gaps.sum())
-    counts: dict[int, int] = defaultdict(int)
-    for number in launch.tolist():
-        counts[number] += 1
-    forwards = np.array([counts[number] > 100 for number in launch.tolist()])
-    firsts = np.flatnonzero(forwards & np.append(True, launch[1:] != launch[:-1]))
-    spans = np.diff(starts[firsts])
-
-    def of_median_step(counted: np.ndarray) -> float:
-        idle_until = np.append(0, np.cumsum(np.where(counted, gaps, 0)))  # before each piece
-        return float(np.median(1 - np.diff(idle_until[firsts]) / spans)) if len(spans) else float("nan")
-
-    return {
-        "median_plain": of_median_step(np.full(len(gaps), True)),
-        "median_inside_graph": of_median_step(~inside),
-        "median_ms": float(np.median(spans)) / 1e6 if len(spans) else float("nan"),
-        "plain": 1 - idle / span,
-        "inside_graph": 1 - (idle - int(gaps[inside].sum())) / span,
-        "anywhere": 1 - (idle - int(gaps[small].sum())) / span,
-        "kernels": len(work),
-        "largest_us": float(gaps.max()) / 1e3,
-        "span_ms": span / 1e6,
-    }
-
-
-def totals(work: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """(ms, how many) by kernel, the longest first."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in work:
-        times[event["name"]].append(event["dur"] / 1e3)
-    return {name: (sum(ms), len(ms)) for name, ms in sorted(times.items(), key=lambda item: -sum(item[1]))}
 
 
 # ---- the same steps without a loop ----------------------------------------------------------------------------------
