@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_bench import BATCHES, Bench, Table, steady
+from gpu_bench import BATCHES, Bench, Table, collect, steady
 from gpu_cupti import GraphTrace
 from gpu_speed import decode_steps
 
@@ -27,37 +27,54 @@ async def busy(bench: Bench) -> list[Table]:
     """Share of the time in which the card works while 1 and 64 generations decode."""
     engine = await bench.engine()
     events: list[list[object]] = []
+    for batch in BATCHES:
+        found = await decode_steps(bench, engine, batch)
+        events.append([batch, statistics.median(found.periods_ms), 100 * found.busy])
+    tables = [Table("GPU busy while generations decode, by step events", ["batch", "ms a step", "busy, %"], events)]
+    if not bench.is_cuda:
+        return tables
+    await bench.drop_engine()
+    tables.append(await _by_graphs(bench))  # before torch.profiler's first use
+    engine = await bench.engine()
     shares: list[list[object]] = []
     kernels: list[list[object]] = []
-    for batch in BATCHES:  # before torch.profiler's first use
-        usual = await decode_steps(bench, engine, batch)
-        row: list[object] = [batch, statistics.median(usual.periods_ms), 100 * usual.busy]
-        if bench.is_cuda:
-            trace = GraphTrace()
-            period_ms, by_steps = await _decode_within(trace, bench, engine, batch)
-            ran = union(trace.intervals[_settled(trace.intervals[:, 0])])
-            row += [period_ms, 100 * by_steps, 100 * total(ran) / int(ran[-1, 1] - ran[0, 0])]
-        events.append(row)
-    for batch in BATCHES if bench.is_cuda else ():
+    for batch in BATCHES:
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         period_ms, by_steps = await _decode_within(profiler, bench, engine, batch)
         work = _work(profiler)
-        found = kernel_shares(work)
-        steps = found["span_ms"] / period_ms
-        row = [batch, period_ms, 100 * by_steps, *(100 * found[name] for name in ("plain", "inside_graph", "anywhere"))]
-        row += [found["median_ms"], 100 * found["median_plain"], 100 * found["median_inside_graph"]]
-        shares.append([*row, found["kernels"] / steps, found["largest_us"]])
+        profiled = kernel_shares(work)
+        steps = profiled["span_ms"] / period_ms
+        row: list[object] = [batch, period_ms, 100 * by_steps]
+        row += [100 * profiled[name] for name in ("plain", "inside_graph", "anywhere")]
+        row += [profiled["median_ms"], 100 * profiled["median_plain"], 100 * profiled["median_inside_graph"]]
+        shares.append([*row, profiled["kernels"] / steps, profiled["largest_us"]])
         for name, (total_ms, count) in list(totals(work).items())[:10]:
             kernels.append([batch, name[:60], count / steps, total_ms / steps * 1e3])
-    columns = ["batch", "ms a step", "step events, %", "graphs traced: ms a step", "step events, %", "graphs, %"]
-    tables = [Table("GPU busy while generations decode, each graph as one piece", columns[: len(events[0])], events)]
-    if bench.is_cuda:
-        columns = ["batch", "ms a step", "step events, %", "kernels, %"]
-        columns += ["+ gaps < 10 µs in a graph, %", "+ all gaps < 10 µs, %"]
-        columns += ["median step, ms", "of it kernels, %", "+ gaps < 10 µs in a graph, %"]
-        tables.append(Table("By torch.profiler's kernels", [*columns, "kernels a step", "largest gap, µs"], shares))
-        tables.append(Table("Where a step goes", ["batch", "kernel", "a step", "µs a step"], kernels))
+    columns = ["batch", "ms a step", "step events, %", "kernels, %"]
+    columns += ["+ gaps < 10 µs in a graph, %", "+ all gaps < 10 µs, %"]
+    columns += ["median step, ms", "of it kernels, %", "+ gaps < 10 µs in a graph, %"]
+    tables.append(Table("By torch.profiler's kernels", [*columns, "kernels a step", "largest gap, µs"], shares))
+    tables.append(Table("Where a step goes", ["batch", "kernel", "a step", "µs a step"], kernels))
     return tables
+
+
+async def _by_graphs(bench: Bench) -> Table:
+    """Each graph as one piece, which slows nothing; also with one step in flight, where the card idles in between."""
+    rows: list[list[object]] = []
+    with GraphTrace() as trace:
+        for in_flight in (2, 1):
+            engine = await bench.load(steps_in_flight=in_flight)
+            for batch in BATCHES:
+                period_ms, by_steps = await _decode_within(trace.window(), bench, engine, batch)
+                ran = union(trace.intervals[_settled(trace.intervals[:, 0])])
+                by_graphs = total(ran) / int(ran[-1, 1] - ran[0, 0])
+                rows.append(
+                    [in_flight, batch, period_ms, 100 * by_steps, 100 * by_graphs, 100 * (by_steps - by_graphs)]
+                )
+            await engine.close()
+            collect()
+    columns = ["in flight", "batch", "ms a step", "step events, %", "graphs, %", "gap, points"]
+    return Table("By step events, and by CUPTI's records of whole graphs", columns, rows)
 
 
 async def _decode_within(

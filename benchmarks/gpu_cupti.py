@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -26,19 +28,20 @@ _Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_v
 
 
 class GraphTrace:
-    """`with GraphTrace() as trace:` and then `trace.intervals`: (n, 2) int64, ns on CUPTI's clock, sorted by start.
+    """`with GraphTrace() as trace:` load what makes the graphs; `with trace.window():` replay them, again and again;
+    after each window `trace.intervals`: (n, 2) int64, ns on CUPTI's clock, sorted by start.
 
-    Graphs as wholes, and kernels, copies and fills outside of graphs. Once a process: torch.profiler, which takes
-    CUPTI's callbacks for itself, may be used after it and not before.
+    Graphs as wholes, and kernels, copies and fills outside of graphs. Replaying a graph that was made before crashes in
+    CUPTI 13.0. torch.profiler, which takes CUPTI's callbacks for itself, may be used after it and not before.
     """
 
     def __init__(self) -> None:
         self._cupti = ctypes.CDLL(f"libcupti.so.{(torch.version.cuda or '13').partition('.')[0]}")
         self._buffers: dict[int, Any] = {}
         self._found: list[tuple[int, int]] = []
+        self._num_graphs = 0
         self._requested, self._completed = _Requested(self._request), _Completed(self._complete)
         self.intervals = np.zeros((0, 2), np.int64)
-        self.num_graphs = 0
 
     def __enter__(self) -> Self:
         self._call("cuptiActivityRegisterCallbacks", self._requested, self._completed)
@@ -51,7 +54,21 @@ class GraphTrace:
         for kind in _START:
             self._call("cuptiActivityDisable", kind)
         self._call("cuptiActivityFlushAll", _FLUSH_FORCED)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self._flush()
+        self._found.clear()
+        self._num_graphs = 0
+        yield
+        self._flush()
+        if not self._num_graphs:
+            raise RuntimeError("CUPTI has recorded no graph: none was replayed, or it does not record graphs here")
         self.intervals = np.array(sorted(self._found), np.int64).reshape(-1, 2)
+
+    def _flush(self) -> None:
+        torch.cuda.synchronize()
+        self._call("cuptiActivityFlushAll", _FLUSH_FORCED)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._cupti, name)(*arguments)
@@ -73,6 +90,6 @@ class GraphTrace:
             (kind,) = struct.unpack_from("<I", memory, at)
             if kind in _START:
                 start, end = struct.unpack_from("<QQ", memory, at + _START[kind])
-                self.num_graphs += kind == 51
+                self._num_graphs += kind == 51
                 if start:  # 0: no time was taken
                     self._found.append((start, end))

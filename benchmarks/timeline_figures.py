@@ -82,11 +82,12 @@ async def cell(play: Play, engine: Engine) -> None:
 
 
 async def storm(play: Play, engine: Engine) -> None:
+    long_prompts = play.prompts(engine, 8, play.long_prompt)
     first = engine.generate(play.prompts(engine, 4), max_tokens=play.tokens, **GREEDY)
     async for token in first[0]:
         if token.index == play.tokens // 4:
             break
-    await engine.generate(play.prompts(engine, 8, play.long_prompt), max_tokens=4, **GREEDY)
+    await engine.generate(long_prompts, max_tokens=4, **GREEDY)
     await first
 
 

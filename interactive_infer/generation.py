@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from interactive_infer.core.sequence import Sequence, State
 from interactive_infer.errors import EngineClosedError, InvalidRequestError, twin
 from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.prompts import whole_number
+from interactive_infer.readers import Futures, Readers
 from interactive_infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,58 +29,12 @@ _TURN_S = 0.001
 """An `async for` over tokens that are there already gives the loop a turn after so many of them, or so long."""
 
 
-_Futures = dict[asyncio.Future[None], None]
-
-
-class _Readers:
-    """Futures of readers: those that wait for something new, and those that wait for the end alone. A listener of the
-    output; it does not refer to the generation.
-
-    Called by whichever thread drives. The futures' loops may be others, or closed by now. No lock: a reader enters its
-    future first and looks at the output after, the driver changes the output first and empties the dictionary after.
-    """
-
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self.of_news: _Futures = {}
-        self.of_end: _Futures = {}
-
-    def __call__(self) -> None:
-        if self.of_news:
-            _tell(self.of_news)
-        if self.of_end and self._output.finish_reason is not None:
-            _tell(self.of_end)
-
-
-def _tell(futures: _Futures) -> None:
-    try:
-        here = asyncio.get_running_loop()
-    except RuntimeError:
-        here = None
-    while futures:
-        try:
-            future, _ = futures.popitem()
-        except KeyError:  # its reader has just left, on another thread
-            break
-        loop = future.get_loop()
-        if loop is here:
-            _set(future)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
-                loop.call_soon_threadsafe(_set, future)
-
-
 def _at_once() -> bool:
     return True
 
 
 def _changed(output: Output, seen: int) -> bool:
     return output.changes != seen
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its reader may have been cancelled on the way
-        future.set_result(None)
 
 
 class Generation:
@@ -121,7 +75,7 @@ class Generation:
         self._num_continued = num_continued  # tokens of the one that it continues, which `max_tokens` counts too
         self._was_held = False
         self._paused_early = False  # before its prompt was tokenized
-        self._readers = _Readers(output)
+        self._readers = Readers(output)
         self._listeners = Listeners([self._readers])
         output.attach(self._listeners)
         self._tokens: list[Token] = []
@@ -235,7 +189,7 @@ class Generation:
             steps.bind()
             steps.hold(self)
 
-    async def _until(self, futures: _Futures, come: Callable[[], bool]) -> None:
+    async def _until(self, futures: Futures, come: Callable[[], bool]) -> None:
         """Wait as one of `futures` until what it is there for has `come`; one turn of the loop at least.
 
         Cancelled here: the generation is cancelled with its reader.
@@ -259,22 +213,30 @@ class Generation:
         return self.completion
 
     def _visible_tokens(self) -> list[Token]:
-        output, made = self._output, self._tokens
-        if len(made) == len(output.token_ids):
-            return made
+        made = self._tokens
+        if len(made) < len(self._output.token_ids):
+            with self._tokens_lock:
+                made += [self._token(index) for index in range(len(made), self._decode())]
+        return made
+
+    def _decode(self) -> int:
+        """Decode what has come; returns the number of tokens whose text is decided."""
+        output = self._output
+        if output.detokenizer is None:
+            return output.decode()
         start_ns = time.perf_counter_ns()
-        with self._tokens_lock:
-            for index in range(len(made), output.decode()):
-                token_id, text = output.token_ids[index], output.piece(index)
-                at = output.logprobs.get(index) if output.logprobs else None
-                if at is None:
-                    made.append(Token(token_id, text, index))
-                else:
-                    alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
-                    made.append(Token(token_id, text, index, at.logprob, at.rank, alternatives))
+        visible = output.decode()
         if (engine := self._engine_ref()) is not None:
             engine._decoding.add(start_ns, time.perf_counter_ns(), last=output.finish_reason is not None)
-        return made
+        return visible
+
+    def _token(self, index: int) -> Token:
+        token_id, text = self._output.token_ids[index], self._output.piece(index)
+        at = self._output.logprobs.get(index)
+        if at is None:
+            return Token(token_id, text, index)
+        alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
+        return Token(token_id, text, index, at.logprob, at.rank, alternatives)
 
     def _text_of(self, token_id: int) -> str:
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
@@ -434,11 +396,16 @@ class Generation:
 
 
 class _TokenReader:
-    """One `async for` over a generation. Ends when it ends; raises what made it fail."""
+    """One `async for` over a generation. Ends when it ends; raises what made it fail.
+
+    It makes its own tokens and keeps none: did the generation keep what was read, then a million of them would be there
+    for the garbage collector to look at.
+    """
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._index = 0
+        self._visible = 0
         generation._begin_reading()
         self._has_had_a_turn()
 
@@ -453,10 +420,11 @@ class _TokenReader:
         while True:
             changes = output.changes
             ended = output.finish_reason is not None
-            tokens = generation._visible_tokens()
-            if self._index < len(tokens):
+            if self._index == self._visible:
+                self._visible = generation._decode()
+            if self._index < self._visible:
                 self._index += 1
-                return tokens[self._index - 1]
+                return generation._token(self._index - 1)
             if ended:
                 generation._result()
                 raise StopAsyncIteration

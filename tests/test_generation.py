@@ -53,7 +53,7 @@ async def test_update_says_that_it_came_in_time(engine: Engine) -> None:
 
 async def test_who_awaits_the_completion_is_woken_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[asyncio.Future[None]] = []
-    monkeypatch.setattr("interactive_infer.generation._set", woken.append)
+    monkeypatch.setattr("interactive_infer.readers._set", woken.append)
     gen = engine.generate([5, 9, 2], max_tokens=9, temperature=0, ignore_eos=True)
     reading = gen.future()
     while gen.finish_reason is None:

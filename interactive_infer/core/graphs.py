@@ -100,6 +100,7 @@ class Graphs:
         """
         with self._lock, torch.cuda.device(self._device):
             if isinstance(key, Shape):  # a forward: each thread has a cuBLAS handle, which no capture can make
+                self._stream.synchronize()  # idle; a new thread has no CUDA context before its first such call
                 torch.cuda.current_blas_handle()
             self._capture(key, work)
 

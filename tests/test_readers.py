@@ -1,0 +1,144 @@
+"""How those who wait for generations are woken: all of them, in order, and not all in one turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from interactive_infer import Engine
+from interactive_infer.core.output import Output
+from interactive_infer.readers import _WAKES_A_TURN, Readers, _wakes
+from tests.tiny_models import tiny_model
+
+COUNT = 5 * _WAKES_A_TURN + 3
+
+
+class Waiting:
+    """Readers of as many outputs, each a task that waits for news again and again."""
+
+    def __init__(self, count: int) -> None:
+        self.readers = [Readers(Output(None, [], [])) for _ in range(count)]
+        self.woken: list[int] = []
+        self.tasks = [asyncio.ensure_future(self._wait(index)) for index in range(count)]
+
+    async def _wait(self, index: int) -> None:
+        while True:
+            future = asyncio.get_running_loop().create_future()
+            self.readers[index].of_news[future] = None
+            await future
+            self.woken.append(index)
+
+    def tell(self) -> None:
+        for readers in self.readers:
+            readers()
+
+    async def end(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_a_step_wakes_its_readers_over_several_turns_of_the_loop() -> None:
+    waiting = Waiting(COUNT)
+    await asyncio.sleep(0)
+    waiting.tell()
+    assert waiting.woken == []
+    each_turn = []
+    while len(waiting.woken) < COUNT:
+        before = len(waiting.woken)
+        await asyncio.sleep(0)  # comes again once everything of this turn has run
+        each_turn.append(len(waiting.woken) - before)
+    assert max(each_turn) <= _WAKES_A_TURN
+    assert waiting.woken == list(range(COUNT))
+    await waiting.end()
+
+
+async def test_told_again_while_some_still_wait_for_their_turn_all_hear_of_it() -> None:
+    waiting = Waiting(COUNT)
+    await asyncio.sleep(0)
+    waiting.tell()
+    await asyncio.sleep(0)
+    waiting.tell()  # those that have run wait again; the others are told once, and see both
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert set(waiting.woken) == set(range(COUNT))
+    waiting.woken.clear()
+    waiting.tell()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert waiting.woken == list(range(COUNT))
+    await waiting.end()
+
+
+async def test_one_that_is_cancelled_before_its_turn_takes_nobody_elses() -> None:
+    waiting = Waiting(COUNT)
+    await asyncio.sleep(0)
+    waiting.tell()
+    gone = range(_WAKES_A_TURN + 2, COUNT, 2)
+    for index in gone:
+        waiting.tasks[index].cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert waiting.woken == [index for index in range(COUNT) if index not in gone]
+    await waiting.end()
+
+
+async def test_a_few_are_woken_at_once() -> None:
+    waiting = Waiting(_WAKES_A_TURN)
+    await asyncio.sleep(0)
+    for _ in range(3):
+        waiting.woken.clear()
+        waiting.tell()
+        await asyncio.sleep(0)
+        assert len(waiting.woken) == _WAKES_A_TURN
+        await asyncio.sleep(0)
+    await waiting.end()
+
+
+def test_a_loop_that_stops_in_between_wakes_the_rest_when_it_runs_again() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> Waiting:
+        waiting = Waiting(COUNT)
+        await asyncio.sleep(0)
+        waiting.tell()
+        return waiting
+
+    waiting = loop.run_until_complete(begin())
+    assert len(waiting.woken) < COUNT
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert waiting.woken == list(range(COUNT))
+    loop.run_until_complete(waiting.end())
+    loop.close()
+
+
+def test_no_loop_is_kept() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def once() -> None:
+        waiting = Waiting(COUNT)
+        await asyncio.sleep(0)
+        waiting.tell()
+        await waiting.end()
+
+    loop.run_until_complete(once())
+    loop.close()
+    gone = weakref.ref(loop)
+    assert loop in _wakes
+    del loop
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_what_was_read_is_not_kept(logprobs: int | None) -> None:
+    """A million tokens that nobody looks at again would take a garbage collection half a second."""
+    async with await Engine.load(tiny_model("llama"), max_batch_size=4, progress=False, freeze_gc=False) as engine:
+        gen = engine.generate([5, 9, 2], max_tokens=40, temperature=0, ignore_eos=True, logprobs=logprobs)
+        first = [token async for token in gen]
+        assert gen._tokens == []
+        assert first == list(gen.tokens) == list((await gen).tokens)
+        assert [token async for token in gen] == first
