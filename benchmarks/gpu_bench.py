@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.util
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -324,7 +325,7 @@ class Crowd:
         self._bench = bench
         self._engine = engine
         self._count = count
-        self.generations: list[Generation] = []
+        self._times_ns: list[array[int]] = []  # not the texts: a million token ids are much for a garbage collection
         self.tokens = 0
 
     async def __aenter__(self) -> Self:
@@ -353,7 +354,7 @@ class Crowd:
             generation = self._engine.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=length)
             length = self._bench.sizes.endless
             assert isinstance(generation, Generation)
-            self.generations.append(generation)
+            self._times_ns.append(generation._output.times_ns)
             async for _ in generation:
                 self.tokens += 1
 
@@ -366,8 +367,8 @@ class Crowd:
     def gaps_ms(self, since_ns: int) -> list[float]:
         """Times between two tokens of one generation that came after `since_ns`."""
         gaps: list[float] = []
-        for generation in self.generations:
-            times = np.array(generation._output.times_ns, np.int64)
+        for times_ns in self._times_ns:
+            times = np.array(times_ns, np.int64)
             times = times[times >= since_ns]
             gaps += (np.diff(times) / 1e6).tolist()
         return gaps

@@ -18,18 +18,19 @@ import torch
 
 
 class StageClock:
-    """Stands in for the engine's progress bar: seconds between the first words about one stage and about the next."""
+    """Stands in for the engine's progress bar: when each stage began. A stage may come again."""
 
-    times: dict[str, float]
+    times: list[tuple[str, float]]
 
     def __init__(self, shown: bool) -> None:
-        StageClock.times = {"before the first stage": time.perf_counter()}
+        StageClock.times = [("before the first stage", time.perf_counter())]
 
     def __enter__(self) -> StageClock:
         return self
 
     def update(self, stage: str, done: float) -> None:
-        self.times.setdefault(stage, time.perf_counter())
+        if stage != self.times[-1][0]:
+            self.times.append((stage, time.perf_counter()))
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -57,9 +58,8 @@ async def load_once(folder: str, device: str) -> dict[str, float]:
     engine.ProgressBar = StageClock  # type: ignore[attr-defined]
     loaded: Any = await Engine.load(folder, device=device)
     end = time.perf_counter()
-    times = [*StageClock.times.items(), ("", end)]
-    for (stage, began), (_, ended) in itertools.pairwise(times):
-        found[f"load: {stage}"] = ended - began
+    for (stage, began), (_, ended) in itertools.pairwise([*StageClock.times, ("", end)]):
+        found[f"load: {stage}"] = found.get(f"load: {stage}", 0.0) + ended - began
     found["load: all of it"] = end - start
     start = time.perf_counter()
     await loaded.generate([1, 2, 3, 4] * 4, temperature=0.0, ignore_eos=True, max_tokens=1)

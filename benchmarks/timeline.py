@@ -323,7 +323,7 @@ def recording(on: bool) -> Iterator[None]:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    def unplaced(_: DeviceClock, free: list[Any], events: Any) -> tuple[int, int]:
+    def unplaced(_: DeviceClock, free: list[Any], events: Any, *__: Any) -> tuple[int, int]:
         free.append(events)
         return 0, 0
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from interactive_infer.core.flight import FlightQueue
 from interactive_infer.core.kv_cache import KVCache
 from interactive_infer.core.loader import LoadedModel, load_model
 from interactive_infer.core.packing import forget_packed, pack_linears
-from interactive_infer.core.parity import check_parity, find_layers, pages_for_check
+from interactive_infer.core.parity import check_parity, find_layers, pages_for_check, rehearse_check
 from interactive_infer.core.pools import LayerShape
 from interactive_infer.core.rope import fix_rope
 from interactive_infer.core.runner import Runner
@@ -111,7 +112,9 @@ class Parts:
         if kind == "cuda":
             self._undo.append(_capturable_experts(self.model))
         self.device: CPUDevice | CUDADevice
-        self.runner, prepare = self._on_device(layers, shapes, max(num_pages, pages_for_check(self.page_size)))
+        self.runner, prepare = self._on_device(
+            layers, shapes, max(num_pages, pages_for_check(self.page_size)), progress
+        )
         self.parity_error = self._check()
         if prepare is not None:
             prepare(lambda done: progress("capturing", done))
@@ -124,7 +127,11 @@ class Parts:
         )
 
     def _on_device(
-        self, layers: dict[nn.Module, int], shapes: list[LayerShape], num_pages: int
+        self,
+        layers: dict[nn.Module, int],
+        shapes: list[LayerShape],
+        num_pages: int,
+        progress: Callable[[str, float], None],
     ) -> tuple[StepRunner, Callable[[Callable[[float], None]], None] | None]:
         """The runner that suits the device, and what that has to do before the first step, if anything."""
         place = self.model.device
@@ -160,6 +167,9 @@ class Parts:
                     recorder=self.timeline.recorder,
                 )
                 self._undo.insert(-1, runner.close)  # after the device's end, and before the decoder's
+                progress("compiling kernels", 0.0)
+                runner.compile_ahead(partial(rehearse_check, self.model, runner, self.page_size, self.vocab_size))
+                progress("checking", 0.0)
                 return runner, runner.capture_all
             warnings.warn(
                 f"{missing}: attention gathers pages and steps are launched one kernel at a time, which is several "

@@ -46,6 +46,61 @@ async def test_steps_are_replayed_from_graphs_and_say_so():
         assert steps["graph"].all(), "no step was launched kernel by kernel"
 
 
+async def test_a_replayed_step_lasts_as_long_as_the_card_says(monkeypatch):
+    """From its first kernel on, not from the event before the launch, which an idle card reaches at once."""
+    from interactive_infer.core import cuda
+
+    found: list[tuple[int | None, int]] = []
+    usual = cuda._interval
+
+    def interval(clock, free, events, took):
+        plain = events[0].elapsed_time(events[1]) * 1e6
+        found.append((None if took is None else took(), round(plain)))
+        return usual(clock, free, events, took)
+
+    monkeypatch.setattr(cuda, "_interval", interval)
+    async with await load(steps_in_flight=1) as engine:
+        found.clear()
+        await engine.generate(prompt(20), max_tokens=30, ignore_eos=True)
+        steps = engine.timeline.recorder.snapshot().steps
+        assert len(steps) == len(found) == 30
+        for step, (took, plain) in zip(steps, found, strict=True):
+            assert took is not None
+            assert 0 < took < plain
+            assert abs(int(step["end"] - step["start"]) - took) < 5_000, "the unit of the events' times"
+        assert sum(took for took, _ in found) < 0.95 * sum(plain for _, plain in found)
+
+
+async def test_what_a_load_launches_was_compiled_ahead(monkeypatch):
+    import transformers
+    import triton
+
+    from interactive_infer.core.graph_runner import GraphRunner
+
+    asked: list[tuple[str, bool]] = []  # kernels that were not there yet, and whether in `compile_ahead`
+    ahead = False
+    usual = GraphRunner.compile_ahead
+
+    def compile_ahead(self, check):
+        nonlocal ahead
+        ahead = True
+        usual(self, check)
+        ahead = False
+
+    monkeypatch.setattr(GraphRunner, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: asked.append((about["fn"].name, ahead)))
+    config = tiny_model("qwen3").config
+    config.vocab_size += 77  # sizes that no other test has: what has been compiled in this process is not asked for
+    config.hidden_size, config.intermediate_size = 80, 208
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    async with await load(model) as engine:
+        assert "CUDA graphs" in engine.info().launches
+        assert engine.info().parity_error < 0.1
+    names = {name.rpartition(".")[2] for name, _ in asked}
+    assert {"_norm_kernel", "_scores_kernel", "_draw_kernel"} <= names
+    assert [name for name, in_time in asked if not in_time] == []
+
+
 async def test_a_forward_hook_sees_every_step_and_only_real_tokens():
     model = model_on_card()
     async with await load(model) as engine:

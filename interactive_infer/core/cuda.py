@@ -20,7 +20,7 @@ from interactive_infer.timeline.clock import DeviceClock
 from interactive_infer.waiting import Completion, Waiter, device_error
 
 T = TypeVar("T")
-
+Took = Callable[[], int | None]
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _lending = threading.Lock()
@@ -65,12 +65,15 @@ class CUDADevice:
         self._thread = WorkThread(f"interactive_infer launch {torch_device}")
         self._waiter = Waiter(f"interactive_infer waiter {torch_device}") if waiting == "thread" else None
 
-    def submit(self, work: Callable[[], Callable[[], T]], *, here: bool = False) -> Completion[T]:
+    def submit(
+        self, work: Callable[[], Callable[[], T]], *, here: bool = False, took: Took | None = None
+    ) -> Completion[T]:
         """Call `work` with this device and stream current. It launches without waiting, and returns what reads its
         result.
 
         The completion ends with what that function returns once everything launched is done, or with what `work`
-        raised, or with a DeviceError if the card failed.
+        raised, or with a DeviceError if the card failed. `took` says then how many ns it took by the card's own clock,
+        if it can: the event before `work` is reached at once on an idle card, and a graph's launch takes long.
         """
         completion: Completion[T] = Completion() if self._waiter is not None else _Polled()
         if self._closed:
@@ -81,9 +84,9 @@ class CUDADevice:
             if not here:
                 self._num_queued += 1
         if here:
-            self._launch(work, completion)
+            self._launch(work, completion, took)
         else:
-            self._thread.put(partial(self._launch_queued, work, completion))
+            self._thread.put(partial(self._launch_queued, work, completion, took))
         return completion
 
     @property
@@ -110,20 +113,20 @@ class CUDADevice:
         return_stream(self.stream)
         return_stream(self._clock_stream)
 
-    def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
+    def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
         try:
-            self._launch(work, completion)
+            self._launch(work, completion, took)
         finally:
             with self._lock:
                 self._num_queued -= 1
 
-    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T]) -> None:
+    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
         try:
             events = self._events.pop() if self._events else _events()
             with torch.cuda.stream(self.stream):  # makes its device current too
-                events[0].record()
+                events[0].record(self.stream)
                 read = work()
-                events[1].record()
+                events[1].record(self.stream)
         except torch.OutOfMemoryError as error:
             completion.set_exception(_out_of_memory(self.torch_device, error))
         except torch.AcceleratorError as error:
@@ -131,7 +134,7 @@ class CUDADevice:
         except BaseException as error:
             completion.set_exception(as_failure(error))
         else:
-            interval = partial(_interval, self.clock, self._events, events)
+            interval = partial(_interval, self.clock, self._events, events, took)
             if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)
             elif isinstance(completion, _Polled):
@@ -184,10 +187,12 @@ def _events() -> _Events:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
 
 
-def _interval(clock: DeviceClock, free: list[_Events], events: _Events) -> tuple[int, int]:
-    interval = clock.ns(events[0]), clock.ns(events[1])
+def _interval(clock: DeviceClock, free: list[_Events], events: _Events, took: Took | None) -> tuple[int, int]:
+    start_ns, end_ns = clock.ns(events[0]), clock.ns(events[1])
     free.append(events)
-    return interval
+    if took is not None and (ns := took()) is not None:
+        start_ns = max(start_ns, end_ns - ns)
+    return start_ns, end_ns
 
 
 def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> DeviceError:

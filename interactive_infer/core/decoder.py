@@ -188,9 +188,9 @@ class FusedDecoder:
         """
         return self._watch.change()
 
-    def hook(self) -> str | None:
-        """The part of `change` that is cheap enough for every step."""
-        return self._watch.hook()
+    def look(self, share: float) -> str | None:
+        """As `change`, a `share` of the model at a time (`ModelWatch.look`)."""
+        return self._watch.look(share)
 
     def refresh(self) -> None:
         """Make packed copies of weights that were written to anew."""

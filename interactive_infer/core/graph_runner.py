@@ -6,7 +6,7 @@ import ctypes
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from interactive_infer.core.decoder import FusedDecoder, Ops
 from interactive_infer.core.device import WorkThread
 from interactive_infer.core.graphs import Graphs, Shape, Shapes
 from interactive_infer.core.kernels import triton_linear, triton_ops
+from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, stamp
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
@@ -52,8 +53,9 @@ _OPS = cast(
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.05
+_ROUND_S = 0.05
 _MOST_VIEWS = 512
+_TIMES_BYTES = 16
 _SAMPLING_BYTES = 4 << 20
 """Room for a step's sampling parameters: a quarter of a million entries of logit bias. More are sent on their own."""
 
@@ -72,7 +74,8 @@ class _Buffers:
         self._on_card = (inputs, sampling, drawn)
         self._host = [torch.zeros(len(t), dtype=t.dtype, pin_memory=True) for t in self._on_card]
         self.sampling: np.ndarray = self._host[1].numpy()
-        self.drawn: np.ndarray = self._host[2].numpy()
+        self.drawn: np.ndarray = self._host[2][_TIMES_BYTES:].numpy()
+        self._times: np.ndarray = self._host[2][:_TIMES_BYTES].view(torch.int64).numpy()
         self._arrays: dict[Layout, dict[str, Ints]] = {}
         self._copies: dict[Layout | PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
         self._returns: dict[PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -97,11 +100,17 @@ class _Buffers:
         pair[0].copy_(pair[1], non_blocking=True)
 
     def fetch(self, key: PackedKey) -> None:
-        """Copy what was drawn back."""
+        """Copy what was drawn back, and before it the times."""
         pair = self._returns.get(key)
         if pair is None:
-            pair = self._returns[key] = self._host[2][: key.output_nbytes], self._on_card[2][: key.output_nbytes]
+            size = _TIMES_BYTES + key.output_nbytes
+            pair = self._returns[key] = self._host[2][:size], self._on_card[2][:size]
         pair[0].copy_(pair[1], non_blocking=True)
+
+    def took(self) -> int | None:
+        """ns from the first kernel of the step's graphs to their last one, by the card's clock; None without."""
+        start, end = self._times.tolist()
+        return end - start if 0 < start < end else None
 
 
 class GraphRunner:
@@ -154,11 +163,11 @@ class GraphRunner:
         drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
         self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
         self._sampling = torch.zeros(_SAMPLING_BYTES, dtype=torch.uint8, device=card)
-        self._drawn = torch.zeros(drawn, dtype=torch.uint8, device=card)
-        self._buffers = [_Buffers(self._inputs, self._sampling, self._drawn) for _ in range(steps_in_flight + 1)]
+        result = torch.zeros(_TIMES_BYTES + drawn, dtype=torch.uint8, device=card)
+        self._times, self._drawn = result[:_TIMES_BYTES].view(torch.int64), result[_TIMES_BYTES:]
+        self._buffers = [_Buffers(self._inputs, self._sampling, result) for _ in range(steps_in_flight + 1)]
         self._turn = 0
-        self._change: str | None = None
-        self._look_again = 0.0
+        self._looked_at = 0.0
         self._graphs = Graphs(card)
         self._capturing = WorkThread(f"interactive_infer capture {card}")
         self._asked: set[Shape | PackedKey] = set()
@@ -214,6 +223,11 @@ class GraphRunner:
 
         def work() -> Callable[[], StepResult]:
             buffers.send(layout)
+            sampling = self._sampling
+            if large is not None:
+                sampling = torch.from_numpy(large).to(self._device.torch_device)
+            elif key is not None:
+                buffers.send(key)
             if leftover[0]:
                 self._change_page_table(*leftover)
             for slot, prompt, output in histories:
@@ -221,16 +235,12 @@ class GraphRunner:
             self._run(shape, lambda: self._forward(layout, self._inputs, self._logits, changed), capture=not changed)
             if key is None:
                 return lambda: StepResult([-1] * len(rows), [], {}, replayed)
-            if large is None:
-                buffers.send(key)
-                self._run(key, lambda: self._sample(key, self._sampling), capture=True)
-            else:
-                inputs = torch.from_numpy(large).to(self._device.torch_device)
-                self._run(key, lambda: self._sample(key, inputs), capture=False)
+            self._run(key, lambda: self._sample(key, sampling), capture=large is None)
             buffers.fetch(key)
             return lambda: _read(buffers.drawn, key, sampled, len(rows), replayed)
 
-        return self._device.submit(work, here=replayed and not leftover[0] and not histories)
+        took = buffers.took if replayed and key is not None else None
+        return self._device.submit(work, here=replayed and not leftover[0] and not histories, took=took)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
@@ -242,13 +252,11 @@ class GraphRunner:
         self._device.submit(work)
 
     def _changed(self) -> bool:
-        """Whether the model is not what was captured. Hooks are looked for at every step, what costs more (another
-        module, another weight) once in a while."""
+        """Whether the model is not what was captured. Each step looks for hooks, and at as much of the rest (another
+        module, another weight) as makes a whole round every 50 ms: after a pause at all of it."""
         now = time.monotonic()
-        if now > self._look_again:
-            self._look_again = now + _LOOK_EVERY_S
-            self._change = self._watch.change()
-        return self._change is not None or self._watch.hook() is not None
+        share, self._looked_at = (now - self._looked_at) / _ROUND_S, now
+        return self._watch.look(share) is not None
 
     def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> tuple[PackedKey, np.ndarray | None]:
         """The step's sampling in its flight's buffer; or in one returned, where there is more logit bias than fits."""
@@ -292,7 +300,11 @@ class GraphRunner:
 
         def look_work_look() -> None:  # its owner may add a hook at any moment
             look()
+            if forward:
+                stamp(self._times, 0)
             work()
+            if not forward:
+                stamp(self._times, 1)
             look()
 
         try:
@@ -404,49 +416,69 @@ class GraphRunner:
             return self._logits_of(input_ids, batch, logits_at, False)
 
     @torch.no_grad()
+    def compile_ahead(self, check: Callable[[], object]) -> None:
+        """Compile what `check` and `capture_all` will launch, many kernels at a time.
+
+        Runs the fused forward with kernels that write nothing: a model's own modules, which may look at what they get
+        (and hooks, which must not see this), are left alone, and compile as they go.
+        """
+        if isinstance(self.decoder, str) or self.decoder.change() is not None or not can_compile_ahead():
+            return
+        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream), compiling_ahead():
+            check()
+            for _, work in self._works():
+                work()
+
+    @torch.no_grad()
     def capture_all(self, progress: Callable[[float], None]) -> None:
         """Run each shape once, without a row, and capture it; then the usual kinds of sampling. Before the first step.
-
-        Log-probabilities are run only, so that their first use does not wait for a compiler. Those of penalties and
-        bias would take memory for good, `[max_batch_size, vocab_size]` twice, from engines that never have any.
 
         A model that cannot be captured is found out at the first shape, and warned of. One with a hook is not captured
         here, nor does the hook see padding: steps have their shapes captured once it is gone.
         """
-        shapes = self._shapes.all()
-        keys = [
+        done = 0
+        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream):
+            for key, work in self._works():
+                if isinstance(key, Shape):
+                    done += 1
+                    if self._uncapturable is not None or self._watch.change() is not None:
+                        continue
+                work()
+                torch.cuda.current_stream().synchronize()
+                if key is not None:
+                    self._asked.add(key)
+                    self._capture(key, work)
+                progress(done / (len(self._layouts) + 1))
+        progress(1.0)
+
+    def _works(self) -> Iterator[tuple[Shape | PackedKey | None, Callable[[], object]]]:
+        """What is run and, under its key, captured before the first step: each shape of a forward, without a row, then
+        the usual kinds of sampling, of padding. Each with its inputs on the card until the next is asked for.
+
+        The clock's readings and log-probabilities have no key: they are run only, so that their first use does not wait
+        for a compiler. Those of penalties and bias would take memory for good, `[max_batch_size, vocab_size]` twice,
+        from engines that never have any.
+        """
+        for at in range(2):
+            yield None, partial(stamp, self._times, at)
+        for shape in self._shapes.all():
+            layout = self._layouts[shape]
+            host = np.zeros(layout.size, np.int64)
+            fill(layout, layout.arrays(host), [], self._tables)
+            self._inputs[: layout.size].copy_(torch.from_numpy(host))
+            yield shape, partial(self._forward, layout, self._inputs, self._logits, False)
+        kinds = [
             PackedKey(shape.decodes, all_greedy=greedy, filtered=filtered)
-            for shape in shapes
+            for shape in self._shapes.all()
             if not shape.chunks
             for greedy, filtered in ((True, False), (False, False), (False, True))
         ]
-        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream):
-            for number, shape in enumerate(shapes):
-                if self._uncapturable is not None or self._watch.change() is not None:
-                    break
-                layout = self._layouts[shape]
-                host = np.zeros(layout.size, np.int64)
-                fill(layout, layout.arrays(host), [], self._tables)
-                self._inputs[: layout.size].copy_(torch.from_numpy(host))
-                work = partial(self._forward, layout, self._inputs, self._logits, False)
-                self._prepare(shape, work)
-                progress((number + 1) / (len(shapes) + 1))
-            for key in keys:
-                self._prepare(key, self._sampling_of_padding(key))
-            for filtered, room in product((False, True), LOGPROBS_ROOMS):
-                self._sampling_of_padding(PackedKey(1, filtered=filtered, logprobs=room))()
-        self._device.stream.synchronize()
-        progress(1.0)
-
-    def _sampling_of_padding(self, key: PackedKey) -> Callable[[], None]:
-        self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
-        return partial(self._sample, key, self._sampling)
-
-    def _prepare(self, key: Shape | PackedKey, work: Callable[[], None]) -> None:
-        work()
-        torch.cuda.current_stream().synchronize()
-        self._asked.add(key)
-        self._capture(key, work)
+        with_logprobs = [
+            PackedKey(1, filtered=filtered, logprobs=room) for filtered, room in product((False, True), LOGPROBS_ROOMS)
+        ]
+        for key in kinds + with_logprobs:
+            self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
+            yield key if key.logprobs is None else None, partial(self._sample, key, self._sampling)
 
     def close(self) -> None:
         """Let go of model, pools, graphs and state; nothing may be in flight."""
@@ -457,7 +489,7 @@ class GraphRunner:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
         self._graphs.clear()
         del self.decoder, self._own_watch, self._own_forward, self._sampler, self._buffers
-        del self._page_table, self._last_token, self._logits, self._inputs, self._sampling, self._drawn
+        del self._page_table, self._last_token, self._logits, self._inputs, self._sampling, self._times, self._drawn
         self._pools.free()
         self._layers = {}
 

@@ -1,10 +1,14 @@
 """Whether a model is still what it was: the modules and weights that were looked at, and nobody's hook among them.
 
 Something that runs a model's layers other than by calling them would pass by a hook, a replaced layer or a replaced
-weight in silence. This notices, in some tens of microseconds for a model of 30 layers.
+weight in silence. This notices, in a tenth of a millisecond for a model of 30 layers.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,16 +28,19 @@ class ModelWatch:
         self._hooks = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
         self._hooks += [hooks for _, m in named for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = ["every module"] * 2 + [name for name, _ in named for _ in range(2)]
-        self._own = [(name, vars(module)) for name, module in named]
-        self._children = [
-            (name, module._modules, key, child) for name, module in named for key, child in module._modules.items()
-        ]
-        self._weights = [
-            (name, module._parameters, key, weight, weight.data_ptr())
-            for name, module in named
-            for key, weight in module._parameters.items()
-            if weight is not None
-        ]
+        # Where something is kept, under which name, what it was, where its numbers were, and whose it is.
+        watched: list[tuple[Mapping[str, Any], str, Any, int | None, str]] = []
+        for name, module in named:
+            watched.append((vars(module), "forward", None, None, name))
+            watched += [(module._modules, key, child, None, name) for key, child in module._modules.items()]
+            watched += [
+                (module._parameters, key, weight, weight.data_ptr(), name)
+                for key, weight in module._parameters.items()
+                if weight is not None
+            ]
+        self._watched = watched
+        self._next = 0
+        self._changed: dict[int, str] = {}  # by index, as `look` has last seen it
 
     def hook(self) -> str | None:
         """A forward hook that was not there, in words; None when there is none. Takes a tenth of `change`."""
@@ -45,15 +52,30 @@ class ModelWatch:
 
     def change(self) -> str | None:
         """What is different now, in words; None when nothing is."""
-        if (hook := self.hook()) is not None:
-            return hook
-        for name, own in self._own:
-            if "forward" in own and not isinstance(own["forward"], FixedForward):
-                return f"a forward of its own on {name}"
-        for name, children, key, child in self._children:
-            if children.get(key) is not child:
-                return f"another {key} in {name}"
-        for name, parameters, key, weight, address in self._weights:
-            if parameters.get(key) is not weight or weight.data_ptr() != address:
-                return f"another {key} of {name}"
-        return None
+        return self.hook() or next(iter(self._differences(0, len(self._watched)).values()), None)
+
+    def look(self, share: float) -> str | None:
+        """As `change`, but only a `share` of the model is looked at now (all of it from 1 on), by turns; the rest is as
+        it was at the last look. For whoever asks often, on a thread that has others to serve."""
+        size = len(self._watched)
+        left = min(math.ceil(share * size), size)
+        while left:
+            start, stop = self._next, min(self._next + left, size)
+            if self._changed:
+                self._changed = {at: what for at, what in self._changed.items() if not start <= at < stop}
+            self._changed |= self._differences(start, stop)
+            left -= stop - start
+            self._next = stop % size
+        return self.hook() or next(iter(self._changed.values()), None)
+
+    def _differences(self, start: int, stop: int) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for index, (where, key, was, address, name) in enumerate(self._watched[start:stop], start):
+            now = where.get(key)
+            if now is was and (address is None or now.data_ptr() == address):
+                continue
+            if key != "forward":
+                found[index] = f"another {key} in {name}" if address is None else f"another {key} of {name}"
+            elif not isinstance(now, FixedForward):
+                found[index] = f"a forward of its own on {name}"
+        return found

@@ -6,6 +6,7 @@ refused here, by name and reason, instead of writing wrong text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,7 @@ def check_parity(model: PreTrainedModel, runner: StepRunner, page_size: int, voc
 
     Uses the runner's first pages, so nothing else may run. Raises UnsupportedModelError when they differ.
     """
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _LENGTHS]
-    pages_each = pages_for_check(page_size) // len(_LENGTHS)
-    tables = [list(range(1 + i * pages_each, 1 + (i + 1) * pages_each)) for i in range(len(texts))]
+    texts = _texts(model, vocab_size)
     with windows_up_to(_WINDOW):
         with fixed_rope():
             reference = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
@@ -113,24 +111,8 @@ def check_parity(model: PreTrainedModel, runner: StepRunner, page_size: int, voc
                 "overflow: then load it with dtype='bfloat16' or 'float32')",
             )
         ours = [torch.empty_like(logits) for logits in reference]
-        for step in _STEPS:
-            spans, write_to, positions, first = [], [], [], 0
-            for text, start, stop in step:
-                spans.append(RowSpan(first, stop - start, start, tables[text][: -(-stop // page_size)]))
-                position = np.arange(start, stop)
-                positions.append(position)
-                write_to.append(np.array(tables[text])[position // page_size] * page_size + position % page_size)
-                first += stop - start
-            input_ids = torch.cat([texts[text][start:stop] for text, start, stop in step])
-            logits = runner.forward(
-                input_ids,
-                np.concatenate(positions),
-                np.concatenate(write_to),
-                spans,
-                torch.arange(first, device=model.device),
-            )
-            for span, (text, start, stop) in zip(spans, step, strict=True):
-                ours[text][start:stop] = logits[span.first : span.first + span.count].float()
+        for text, start, stop, logits in _packed_logits(texts, runner, page_size):
+            ours[text][start:stop] = logits.float()
     errors = torch.cat(
         [(a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30) for a, b in zip(ours, reference, strict=True)]
     )
@@ -143,6 +125,44 @@ def check_parity(model: PreTrainedModel, runner: StepRunner, page_size: int, voc
             "of its own)",
         )
     return error
+
+
+def rehearse_check(model: PreTrainedModel, runner: StepRunner, page_size: int, vocab_size: int) -> None:
+    """The packed half of `check_parity`, whose results nobody looks at."""
+    with windows_up_to(_WINDOW):
+        for _ in _packed_logits(_texts(model, vocab_size), runner, page_size):
+            pass
+
+
+def _texts(model: PreTrainedModel, vocab_size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _LENGTHS]
+
+
+def _packed_logits(
+    texts: list[torch.Tensor], runner: StepRunner, page_size: int
+) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    """Logits of texts in packed steps, as (text, from, to, `[to - from, vocab_size]`)."""
+    pages_each = pages_for_check(page_size) // len(_LENGTHS)
+    tables = [list(range(1 + i * pages_each, 1 + (i + 1) * pages_each)) for i in range(len(texts))]
+    for step in _STEPS:
+        spans, write_to, positions, first = [], [], [], 0
+        for text, start, stop in step:
+            spans.append(RowSpan(first, stop - start, start, tables[text][: -(-stop // page_size)]))
+            position = np.arange(start, stop)
+            positions.append(position)
+            write_to.append(np.array(tables[text])[position // page_size] * page_size + position % page_size)
+            first += stop - start
+        input_ids = torch.cat([texts[text][start:stop] for text, start, stop in step])
+        logits = runner.forward(
+            input_ids,
+            np.concatenate(positions),
+            np.concatenate(write_to),
+            spans,
+            torch.arange(first, device=input_ids.device),
+        )
+        for span, (text, start, stop) in zip(spans, step, strict=True):
+            yield text, start, stop, logits[span.first : span.first + span.count]
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> UnsupportedModelError:

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from interactive_infer.core import sampling_table as table
-from interactive_infer.core.kernels.launch import options
+from interactive_infer.core.kernels.launch import launch, options
 from interactive_infer.core.kernels.triton_threshold import (
     BOUNDS,
     CHUNK_UNIT,
@@ -122,19 +122,19 @@ class TritonSampler:
         if key.penalized:
             history = self._token_history()
         shared = {"VOCAB": self.vocab_size, "CHUNK": CHUNK, "WIDTH": self._width}
-        launch = options(self.device, num_warps=4)
-        _scores_kernel[(self._chunks, rows)](
+        four_warps = options(self.device, num_warps=4)
+        launch(_scores_kernel, self._chunks, rows)(
             logits, logits.stride(0), source, inputs.reals, inputs.whole,
             inputs.sparse_start, inputs.sparse_ids, inputs.sparse_values, history,
             self._chunk_max, self._chunk_mass, rows, **shared, STRIDE=self._stride,
-            SPARSE=bool(key.sparse), PENALTIES=key.penalized, MASSES=not key.all_greedy, **launch,
+            SPARSE=bool(key.sparse), PENALTIES=key.penalized, MASSES=not key.all_greedy, **four_warps,
         )  # fmt: skip
         if key.filtered:
             self._write_thresholds(source, stride, inputs)
-        _draw_kernel[(rows,)](
+        launch(_draw_kernel, rows)(
             source, stride, inputs.reals, inputs.whole, history, self._chunk_max, self._chunk_mass, self._thresholds,
             out.token_ids, out.invalid, last_token, rows, **shared, STRIDE=self._stride,
-            FILTERED=key.filtered, PENALTIES=key.penalized, MASSES=not key.all_greedy, **launch,
+            FILTERED=key.filtered, PENALTIES=key.penalized, MASSES=not key.all_greedy, **four_warps,
         )  # fmt: skip
         if key.logprobs is not None:
             self._write_logprobs(logits, source, stride, inputs, out)
@@ -149,24 +149,24 @@ class TritonSampler:
         search = {"CHUNKS": self._chunks, "ROUNDS": self._rounds, "PIVOTS": self._pivots}
         # A warp's sums need no shared memory, and a chunk's are as many as its pivots.
         narrow, collect = options(self.device, num_warps=1), options(self.device, num_warps=4)
-        bounds_kernel[(rows,)](
+        launch(bounds_kernel, rows)(
             *asked, chunk_max, self._chunk_mass, row_top, thresholds, bounds, sums, exact, rows,
             **vocab, **width, **search, **options(self.device, num_warps=4),
         )  # fmt: skip
         for turn in range(self._rounds):
-            narrow_kernel[chunks](
+            launch(narrow_kernel, *chunks)(
                 source, stride, *asked, chunk_max, row_top, thresholds, bounds, sums, rows,
                 **vocab, **chunk, **width, **search, TURN=turn, **narrow,
             )  # fmt: skip
-        collect_kernel[chunks](
+        launch(collect_kernel, *chunks)(
             source, stride, *asked, chunk_max, row_top, thresholds, bounds, sums, exact, self._candidates, rows,
             **vocab, **chunk, **width, **search, STRIDE=self._stride, **collect,
         )  # fmt: skip
-        threshold_kernel[(rows,)](
+        launch(threshold_kernel, rows)(
             *asked, thresholds, bounds, sums, exact, self._candidates, rows,
             **search, STRIDE=self._stride, TILE=TILE, **options(self.device, num_warps=16),
         )  # fmt: skip
-        _masses_kernel[chunks](
+        launch(_masses_kernel, *chunks)(
             source, stride, inputs.reals, chunk_max, self._chunk_mass, row_top, thresholds, rows,
             **vocab, **chunk, **width, **options(self.device, num_warps=4),
         )  # fmt: skip
@@ -180,14 +180,14 @@ class TritonSampler:
             self._logprobs = (low, torch.zeros_like(low), torch.zeros_like(low, dtype=torch.int32))
         values = (logits, logits.stride(0), source, stride, inputs.reals, inputs.whole, self._row_top, self._thresholds)
         shared = {"VOCAB": self.vocab_size, "CHUNK": CHUNK, "WIDTH": self._width, "FILTERED": key.filtered}
-        launch = options(self.device, num_warps=4)
-        _logprob_chunks_kernel[(self._chunks, rows)](
-            *values, out.token_ids, out.invalid, *self._logprobs, rows, **shared, **launch
+        four_warps = options(self.device, num_warps=4)
+        launch(_logprob_chunks_kernel, self._chunks, rows)(
+            *values, out.token_ids, out.invalid, *self._logprobs, rows, **shared, **four_warps
         )
-        _logprob_rows_kernel[(rows,)](
+        launch(_logprob_rows_kernel, rows)(
             *values, out.token_ids, out.invalid, *self._logprobs,
             out.logprobs, out.ranks, out.counts, out.alternative_ids, out.alternative_logprobs, rows,
-            **shared, ROOM=key.logprobs, **launch,
+            **shared, ROOM=key.logprobs, **four_warps,
         )  # fmt: skip
 
     def _buffer(self, buffer: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -96,7 +96,7 @@ class Card(CPUDevice):
         self.stream = Stream()
         self.here = 0
 
-    def submit(self, work: Callable[[], Callable[[], Any]], *, here: bool = False) -> Any:
+    def submit(self, work: Callable[[], Callable[[], Any]], *, here: bool = False, took: Any = None) -> Any:
         self.here += here
         return super().submit(work)
 

@@ -107,6 +107,19 @@ def test_an_interval_is_on_the_hosts_clock(device):
     assert abs(completion.start_ns - before) < 10_000_000_000
 
 
+@pytest.mark.parametrize(("took", "ms"), [(lambda: 1_000_000, 1.0), (lambda: 4_000_000, 2.5), (lambda: None, 2.5)])
+def test_how_long_the_card_says_it_took_counts_from_the_end(device, took, ms):
+    """And never reaches back before the launch."""
+
+    def work():
+        Card.now += 2.5
+        return lambda: None
+
+    completion = device.submit(work, here=True, took=took)
+    done(completion)
+    assert completion.end_ns - completion.start_ns == ms * 1_000_000
+
+
 def test_a_quick_launch_is_made_by_the_caller_unless_others_are_before_it(device):
     here = threading.current_thread()
     by = []

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from interactive_infer.core.attention.batch import StepBatch
-from interactive_infer.core.kernels.launch import multiprocessors, options, prefetch
+from interactive_infer.core.kernels.launch import launch, multiprocessors, options, prefetch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -136,7 +136,7 @@ def decode(
     }
     sinks = out if settings.sinks is None else settings.sinks
     # Key heads first: those of a key lie side by side in memory, and are read at about the same time.
-    _decode_kernel[(kv_heads, items)](
+    launch(_decode_kernel, kv_heads, items)(
         query, keys, values, out, partial, log_sum, sinks, batch.kv_len, batch.row_slot, batch.page_table,
         rows, most_splits, query.stride(0), query.stride(1), batch.page_table.stride(0),
         KV_HEADS=kv_heads, M_BLOCK=max(tuning.rows, triton.next_power_of_2(group)), PAGE=batch.page_size,
@@ -144,7 +144,7 @@ def decode(
         **options(query.device, num_warps=tuning.num_warps, num_stages=tuning.num_stages),
     )  # fmt: skip
     if most_splits > 1:
-        _join_kernel[(rows, heads)](
+        launch(_join_kernel, rows, heads)(
             partial, log_sum, out, sinks, batch.kv_len, rows, most_splits, items,
             SPLITS_BLOCK=min(64 if rows == 1 else 32, triton.next_power_of_2(most_splits)), **shared,
             **options(query.device, num_warps=4),
@@ -164,7 +164,7 @@ def prefill(
     # A row's blocks of queries start at (its first token) // q_block + (its number): never fewer than it needs.
     # One more pseudo-row holds the tokens after the last.
     blocks = (tokens - batch.num_decodes) // q_block + rows + 1
-    _prefill_kernel[(blocks, kv_heads)](
+    launch(_prefill_kernel, blocks, kv_heads)(
         query, keys, values, out, out if settings.sinks is None else settings.sinks,
         batch.query_start, batch.kv_len, batch.row_slot, batch.page_table,
         tokens, batch.num_decodes, rows, query.stride(0), query.stride(1), batch.page_table.stride(0),

@@ -1,15 +1,23 @@
-"""How our Triton kernels are launched: overlapped with the kernel before them, where the card can."""
+"""How our Triton kernels are launched: overlapped with the kernel before, where the card can; or compiled ahead."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
-from functools import cache
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+_compiling_ahead: ContextVar[bool] = ContextVar("_compiling_ahead", default=False)
 
 
 @cache
@@ -41,6 +49,46 @@ def options(device: torch.device, *, overlap: bool = True, **options: Any) -> di
     if overlap and can_overlap(device):
         return {**options, "OVERLAP": True, "launch_pdl": True}
     return {**options, "OVERLAP": False}
+
+
+def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
+    """`launch(kernel, 3, 2)(…)`: launches `kernel` on that grid. In `compiling_ahead` it only has it compiled."""
+    if _compiling_ahead.get():
+        return partial(kernel.warmup, grid=grid)
+    launcher: Callable[..., Any] = kernel[grid]
+    return launcher
+
+
+def can_compile_ahead() -> bool:
+    """Whether this Triton (3.5 and up; not its interpreter) compiles on several threads."""
+    return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """What `launch` is asked for meanwhile, on this thread, is compiled, as many kernels at a time as there are cores,
+    and not run: what they would have written holds anything. All are compiled at the end.
+
+    A kernel takes a third of a second to compile, and an engine has dozens. One that fails will tell when it is
+    launched.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        token = _compiling_ahead.set(True)
+        try:
+            yield
+        finally:
+            _compiling_ahead.reset(token)
+
+
+@triton.jit
+def _stamp_kernel(times, at):
+    tl.store(times + at, globaltimer())
+
+
+def stamp(times: torch.Tensor, at: int) -> None:
+    """Write the card's own clock, in ns, into `times[at]` (int64) once everything before is done. On a CPU nothing."""
+    if times.device.type == "cuda":
+        launch(_stamp_kernel, 1)(times, at, num_warps=1)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from interactive_infer.core.kernels.launch import multiprocessors, options, prefetch
+from interactive_infer.core.kernels.launch import launch, multiprocessors, options, prefetch
 from interactive_infer.core.kernels.triton_ops import silu_mul
 
 MAX_TOKENS = 16
@@ -137,17 +137,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: MatrixPlan, *,
     tokens = x.shape[0]
     out_features, in_features = weight.shape
     out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
-    launch = options(x.device, num_warps=how.num_warps, num_stages=how.num_stages)
+    extra = options(x.device, num_warps=how.num_warps, num_stages=how.num_stages)
     kernel = _vectors_kernel if how.vectors else _matrix_kernel
     row_bytes = in_features * weight.element_size()
     early = _PREFETCH_BYTES // (how.rows * max(_LINE, min(how.prefetch, row_bytes)))
-    kernel[(triton.cdiv(out_features, how.rows),)](
+    launch(kernel, triton.cdiv(out_features, how.rows))(
         x, weight, weight if bias is None else bias, out, tokens, OUT=out_features, IN=in_features,
         HAS_BIAS=bias is not None, SILU=silu, ROWS=how.rows, COLUMNS=how.columns,
         TOKENS=triton.next_power_of_2(tokens) if how.vectors else MAX_TOKENS,
-        PREFETCH=min(how.prefetch, max(_LINE, triton.next_power_of_2(row_bytes))) if launch["OVERLAP"] else 0,
+        PREFETCH=min(how.prefetch, max(_LINE, triton.next_power_of_2(row_bytes))) if extra["OVERLAP"] else 0,
         EARLY=early,
-        STAGES=how.num_stages, **launch,
+        STAGES=how.num_stages, **extra,
     )  # fmt: skip
     return out
 

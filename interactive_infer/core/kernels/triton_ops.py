@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from interactive_infer.core.kernels.launch import multiprocessors, options
+from interactive_infer.core.kernels.launch import launch, multiprocessors, options
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     tokens, hidden = x.shape
     out = torch.empty_like(x)
-    _norm_kernel[(tokens,)](
+    launch(_norm_kernel, tokens)(
         x, x, weight, out, out, hidden, eps, ADD=False, BLOCK=triton.next_power_of_2(hidden),
         **options(x.device, num_warps=_warps(hidden)),
     )  # fmt: skip
@@ -34,7 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     x, residual = x.contiguous(), residual.contiguous()
     tokens, hidden = x.shape
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _norm_kernel[(tokens,)](
+    launch(_norm_kernel, tokens)(
         x, residual, weight, out, total, hidden, eps, ADD=True, BLOCK=triton.next_power_of_2(hidden),
         **options(x.device, num_warps=_warps(hidden)),
     )  # fmt: skip
@@ -48,7 +48,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     # Few tokens: more, smaller programs, so that every multiprocessor has some.
     block = 512 if tokens <= 16 else 2048
-    _silu_mul_kernel[(tokens, triton.cdiv(inner, block))](
+    launch(_silu_mul_kernel, tokens, triton.cdiv(inner, block))(
         gate_up, out, inner, BLOCK=block, **options(gate_up.device, num_warps=4)
     )
     return out
@@ -87,7 +87,7 @@ def rope_store(
             break
         block *= 2
     unused = qkv
-    _rope_store_kernel[(tokens, programs)](
+    launch(_rope_store_kernel, tokens, programs)(
         qkv, cos, sin, positions, write_to, query, keys, values,
         unused if q_norm is None else q_norm, unused if k_norm is None else k_norm, eps,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROT=rot, NORMS=q_norm is not None,
@@ -106,7 +106,7 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, write_to: Te
     if value.stride(2) != 1:
         value = value.contiguous()
     tokens, kv_heads, head_dim = key.shape
-    _store_kernel[(tokens,)](
+    launch(_store_kernel, tokens)(
         key, value, keys, values, write_to, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEAD_BLOCK=triton.next_power_of_2(kv_heads),
         DIM_BLOCK=triton.next_power_of_2(head_dim), **options(key.device, num_warps=4),
