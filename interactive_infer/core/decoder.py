@@ -134,6 +134,8 @@ class FusedDecoder:
             norm = _Norm.of(module.post_attention_layernorm)
             self._layers.append(_Layer.of(attention, *positions, self._products(module, layout), norm, next_norm))
         self._head = self._product([model.lm_head], layout)
+        kinds = [(self._window(layer.attention), layer.kind) for layer in self._layers]
+        self._one_of_each = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
         self._watch = ModelWatch(model)
 
     def hidden(
@@ -144,15 +146,19 @@ class FusedDecoder:
         pools: list[tuple[Tensor, Tensor]],
         attend: Attend,
         ops: Ops,
+        *,
+        one_of_each: bool = False,
     ) -> Tensor:
         """The normed last hidden states `[T, H]` of tokens `input_ids` `[T]` at `positions` `[T]`.
 
         Their keys and values go to slots `write_to` `[T]` of each layer's pools `[pages, page_size, kv_heads, D]`
-        before the layer attends. Positions are below `max_length`.
+        before the layer attends. Positions are below `max_length`. With `one_of_each` only the first of all layers
+        that ask the same of `attend` and `ops` runs: what it gives means nothing.
         """
         residual = F.embedding(input_ids, self._embedding)
         x = ops.rms_norm(residual, self._first_norm.weight, self._first_norm.eps)
-        for i, (layer, (keys, values)) in enumerate(zip(self._layers, pools, strict=True)):
+        for i in self._one_of_each if one_of_each else range(len(self._layers)):
+            layer, (keys, values) = self._layers[i], pools[i]
             query = ops.rope_store(
                 layer.products.qkv(x, ops),
                 layer.cos,
@@ -277,6 +283,13 @@ class _Layer:
     scaling: float
     q_norm: Tensor | None
     k_norm: Tensor | None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """In what layers of one model may differ, but for their windows and the numbers in their weights."""
+        linears = (getattr(self.attention, name) for name in ("q_proj", "o_proj"))
+        biases = [linear.bias is not None for linear in linears]
+        return self.heads, self.kv_heads, self.scaling, self.q_norm is None, self.norm.eps, self.next_norm.eps, *biases
 
     @staticmethod
     def of(

@@ -25,7 +25,7 @@ from interactive_infer.core.decoder import FusedDecoder, Ops
 from interactive_infer.core.device import WorkThread
 from interactive_infer.core.graphs import Graphs, Shape, Shapes
 from interactive_infer.core.kernels import triton_linear, triton_ops
-from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, stamp
+from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, is_compiling_ahead, stamp
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
@@ -364,7 +364,15 @@ class GraphRunner:
                     sinks=None,
                 )
 
-            hidden = self.decoder.hidden(input_ids, batch.positions, batch.write_to, self._pools.layers, attend, _OPS)
+            hidden = self.decoder.hidden(
+                input_ids,
+                batch.positions,
+                batch.write_to,
+                self._pools.layers,
+                attend,
+                _OPS,
+                one_of_each=is_compiling_ahead(),
+            )
             rows = hidden.index_select(0, logits_at)
             return self.decoder.logits(rows, _OPS) if len(rows) else rows
         step = PackedStep(
@@ -419,8 +427,8 @@ class GraphRunner:
     def compile_ahead(self, check: Callable[[], object]) -> None:
         """Compile what `check` and `capture_all` will launch, many kernels at a time.
 
-        Runs the fused forward with kernels that write nothing: a model's own modules, which may look at what they get
-        (and hooks, which must not see this), are left alone, and compile as they go.
+        Runs a layer of each kind with kernels that write nothing. Only of the fused forward: a model's own modules,
+        which may look at what they get (and hooks, which must not see this), are left alone, and compile as they go.
         """
         if isinstance(self.decoder, str) or self.decoder.change() is not None or not can_compile_ahead():
             return

@@ -199,6 +199,47 @@ def test_steps_without_a_sampled_token_have_no_logits() -> None:
             assert logits.shape == (0, VOCAB_SIZE)
 
 
+class Asked:
+    """Operators that note what each is asked for, tensors by their shapes, before `torch_ops` does it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(op, *args, **kwargs)
+            return getattr(torch_ops, op)(*args, **kwargs)
+
+        return call
+
+    def note(self, op: str, *args: Any, **kwargs: Any) -> None:
+        def kind(value: object) -> object:
+            return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+        self.log.append((op, *map(kind, args), *((key, kind(value)) for key, value in sorted(kwargs.items()))))
+
+    def attend(self, _: int, query: torch.Tensor, *caches: torch.Tensor, **how: Any) -> torch.Tensor:
+        self.note("attend", query, *caches, **how)
+        return query
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_layer_of_each_kind_asks_for_what_all_ask_for(name: str) -> None:
+    """So who has compiled for those has compiled for all."""
+    model = model_of(name)
+    token = torch.tensor([5, 7])
+    with running(model, "joined") as runner:
+        assert isinstance(runner.decoder, FusedDecoder)
+        asked = {}
+        for one_of_each in (True, False):
+            ops = asked[one_of_each] = Asked()
+            runner.decoder.hidden(token, token, token, runner._pools.layers, ops.attend, ops, one_of_each=one_of_each)
+    assert set(asked[True].log) == set(asked[False].log)
+    windows = {entry for entry in asked[False].log if entry[0] == "attend"}
+    attended = sum(entry[0] == "attend" for entry in asked[True].log)
+    assert attended == len(windows) < len(model.model.layers)
+
+
 def test_nothing_depends_on_values() -> None:
     """What could be captured in a CUDA graph: on tensors without values, the forward still runs."""
     model = model_of("smollm3")

@@ -53,7 +53,7 @@ def options(device: torch.device, *, overlap: bool = True, **options: Any) -> di
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
     """`launch(kernel, 3, 2)(…)`: launches `kernel` on that grid. In `compiling_ahead` it only has it compiled."""
-    if _compiling_ahead.get():
+    if is_compiling_ahead():
         return partial(kernel.warmup, grid=grid)
     launcher: Callable[..., Any] = kernel[grid]
     return launcher
@@ -62,6 +62,11 @@ def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
 def can_compile_ahead() -> bool:
     """Whether this Triton (3.5 and up; not its interpreter) compiles on several threads."""
     return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+
+
+def is_compiling_ahead() -> bool:
+    """Whether this thread is inside of `compiling_ahead`."""
+    return _compiling_ahead.get()
 
 
 @contextlib.contextmanager
