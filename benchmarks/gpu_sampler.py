@@ -22,7 +22,7 @@ from report import publish
 from interactive_infer.core import sampler_triton
 from interactive_infer.core.sampler import Sampler
 from interactive_infer.core.sampler_triton import TritonSampler
-from interactive_infer.core.sampling_packed import PackedInputs, PackedOutputs
+from interactive_infer.core.sampling_packed import PackedBuffer, PackedInputs, PackedOutputs
 from interactive_infer.core.sampling_table import SamplingTable, penalized
 from interactive_infer.sampling import SamplingParams
 
@@ -80,7 +80,7 @@ def by_kernels(params: list[SamplingParams], logits: torch.Tensor, repeats: int)
         if penalized(param):
             sampler.load_history(slot, range(100), range(50, 300))
     host = np.zeros(table.packed_nbytes(rows), np.uint8)
-    key = table.pack(np.arange(rows), np.arange(rows), None, rows, host)
+    key = table.pack(np.arange(rows), np.arange(rows), None, rows, PackedBuffer(host))
     inputs = PackedInputs.views(torch.from_numpy(host).cuda(), key)
     result = torch.zeros(key.output_nbytes, dtype=torch.uint8, device="cuda")
     out = PackedOutputs.views(result, key)

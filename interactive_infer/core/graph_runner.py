@@ -30,7 +30,7 @@ from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
 from interactive_infer.core.sampler_triton import TritonSampler
-from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs, padding
+from interactive_infer.core.sampling_packed import Drawn, PackedBuffer, PackedInputs, PackedKey, PackedOutputs, padding
 from interactive_infer.core.sampling_table import LOGPROBS_ROOMS, SamplingTable
 from interactive_infer.core.scheduler import Plan, Row
 from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
@@ -73,7 +73,7 @@ class _Buffers:
     def __init__(self, inputs: torch.Tensor, sampling: torch.Tensor, drawn: torch.Tensor) -> None:
         self._on_card = (inputs, sampling, drawn)
         self._host = [torch.zeros(len(t), dtype=t.dtype, pin_memory=True) for t in self._on_card]
-        self.sampling: np.ndarray = self._host[1].numpy()
+        self.sampling = PackedBuffer(self._host[1].numpy())
         self.drawn: np.ndarray = self._host[2][_TIMES_BYTES:].numpy()
         self._times: np.ndarray = self._host[2][:_TIMES_BYTES].view(torch.int64).numpy()
         self._arrays: dict[Layout, dict[str, Ints]] = {}
@@ -158,7 +158,7 @@ class GraphRunner:
         self._table = SamplingTable(max_batch_size, vocab_size)
         self._sampler = TritonSampler(vocab_size, max_batch_size, card)
         self._shapes = Shapes(max_batch_size, max_step_tokens)
-        self._layouts = {shape: Layout(shape, page_size) for shape in self._shapes.all()}
+        self._layouts = {shape: self._layout(shape) for shape in self._shapes.all()}
         inputs = max(layout.size for layout in self._layouts.values())
         drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
         self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
@@ -213,7 +213,7 @@ class GraphRunner:
         shape = exact_shape(plan)
         if not changed and self._uncapturable is None:
             shape = self._shapes.choose(shape)
-        layout = self._layouts.get(shape) or Layout(shape, self.page_size)
+        layout = self._layouts.get(shape) or self._layout(shape)
         leftover = fill(layout, buffers.arrays(layout), rows, self._tables)
         histories = keep_table(self._table, rows)
         sampled = [index for index, row in enumerate(rows) if row.samples]
@@ -258,6 +258,9 @@ class GraphRunner:
         share, self._looked_at = (now - self._looked_at) / _ROUND_S, now
         return self._watch.look(share) is not None
 
+    def _layout(self, shape: Shape) -> Layout:
+        return Layout(shape, self.page_size, self._tables.num_slots, self._tables.width)
+
     def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> tuple[PackedKey, np.ndarray | None]:
         """The step's sampling in its flight's buffer; or in one returned, where there is more logit bias than fits."""
         slots = np.array([row.slot for row in rows], np.int64)
@@ -270,7 +273,7 @@ class GraphRunner:
             return self._table.pack(slots, positions, forbid_stop, padded, buffers.sampling), None
         except ValueError:  # it is too short
             large = np.zeros(self._table.packed_nbytes(padded), np.uint8)
-            return self._table.pack(slots, positions, forbid_stop, padded, large), large
+            return self._table.pack(slots, positions, forbid_stop, padded, PackedBuffer(large)), large
 
     def _change_page_table(self, at: list[int], to: list[int]) -> None:
         card = self._device.torch_device
@@ -471,9 +474,7 @@ class GraphRunner:
             yield None, partial(stamp, self._times, at)
         for shape in self._shapes.all():
             layout = self._layouts[shape]
-            host = np.zeros(layout.size, np.int64)
-            fill(layout, layout.arrays(host), [], self._tables)
-            self._inputs[: layout.size].copy_(torch.from_numpy(host))
+            self._inputs[: layout.size].copy_(torch.from_numpy(layout.padding))
             yield shape, partial(self._forward, layout, self._inputs, self._logits, False)
         kinds = [
             PackedKey(shape.decodes, all_greedy=greedy, filtered=filtered)

@@ -75,6 +75,29 @@ class PackedKey:
         return _nbytes(self.output_sections)
 
 
+class PackedBuffer:
+    """A host's buffer for a step's sampling (uint8, contiguous), with views of it by key.
+
+    `holds`: what was packed into it last, in whatever words its writer uses, and `key`, that step's; None for nothing.
+    """
+
+    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
+        self.nbytes = array.nbytes
+        self.holds: tuple[object, ...] | None = None
+        self.key: PackedKey | None = None
+        self._array = array
+        self._sections: dict[PackedKey, dict[str, npt.NDArray[Any]]] = {}
+
+    def sections(self, key: PackedKey) -> dict[str, npt.NDArray[Any]]:
+        """Where a step of `key` has its inputs. ValueError where the buffer is shorter than they are."""
+        found = self._sections.get(key)
+        if found is None:
+            if key.input_nbytes > self.nbytes:
+                raise ValueError(f"the buffer has {self.nbytes} bytes, and this step's sampling {key.input_nbytes}")
+            found = self._sections[key] = arrays(self._array, key.input_sections)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
     """Views of a card's buffer, filled by a copy of what `SamplingTable.pack` wrote."""

@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each input of a step of `shape` lies in the buffer.
+    """Where each input of a step of `shape` lies in the buffer. Of the page table it knows the size, `[num_slots + 1,
+    table_width]`: padding reads and writes its last row.
 
     `ids`: token ids, `source`: the slot whose last sampled token is taken instead, -1 for none; `update_at`,
     `update_to`: entries of the flattened page table that change and the pages they change to; `slots`: for each row its
@@ -31,6 +32,8 @@ class Layout:
 
     shape: Shape
     page_size: int
+    num_slots: int
+    table_width: int
 
     @property
     def updates(self) -> int:
@@ -64,9 +67,19 @@ class Layout:
         """Elements of the whole."""
         return self.slices["update_to"].stop
 
+    @cached_property
+    def padding(self) -> Ints:
+        """The inputs of a step of padding alone: it writes to the null page and attends to nothing."""
+        inputs = np.zeros(self.size, np.int64)
+        inputs[self.slices["source"]] = -1
+        inputs[self.slices["query_start"]] = self.shape.decodes
+        inputs[self.slices["slots"]] = self.num_slots
+        inputs[self.slices["update_at"]] = self.num_slots * self.table_width
+        return inputs
+
     def arrays(self, buffer: Ints) -> dict[str, Ints]:
-        """Views of the sections in a host buffer."""
-        return {name: buffer[place] for name, place in self.slices.items()}
+        """Views of the sections in a host buffer, and of `all` of them."""
+        return {"all": buffer[: self.size]} | {name: buffer[place] for name, place in self.slices.items()}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """Views of the sections in a device buffer."""
@@ -89,7 +102,7 @@ class Layout:
 class PageTables:
     """The page tables that the card knows, by slot, so that only what is new is sent.
 
-    The card's table is `[num_slots + 1, width]`; the last row takes the writes of padding.
+    The card's table is `[num_slots + 1, width]`; the last row is that of padding.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -122,27 +135,19 @@ def exact_shape(plan: Plan) -> Shape:
 
 
 def fill(layout: Layout, into: dict[str, Ints], rows: list[Row], tables: PageTables) -> tuple[list[int], list[int]]:
-    """Write a step's inputs `into` the arrays of a layout; returns page table updates that did not fit in.
-
-    Padding writes to the null page, attends to nothing, and reads the page table of the slot past the last.
-    """
+    """Write a step's inputs `into` the arrays of a layout; returns page table updates that did not fit in."""
     shape, size = layout.shape, layout.page_size
-    for name in ("ids", "positions", "write_to", "kv_len", "logits_at", "update_to"):
-        into[name][:] = 0
-    dummy = tables.num_slots
-    into["source"][:] = -1
-    into["slots"][:] = dummy
+    into["all"][:] = layout.padding
     at, to = tables.updates(rows)
     fits = min(len(at), layout.updates)
-    into["update_at"][:] = dummy * tables.width
-    into["update_at"][:fits] = at[:fits]
-    into["update_to"][:fits] = to[:fits]
+    if fits:
+        into["update_at"][:fits] = at[:fits]
+        into["update_to"][:fits] = to[:fits]
     decodes = sum([row.count == 1 for row in rows])
     if decodes:
         _fill_decodes(into, rows[:decodes], size)
     logits_at = [index for index, row in enumerate(rows[:decodes]) if row.samples]
     first = shape.decodes
-    into["query_start"][:] = first
     for index, row in enumerate(rows[decodes:]):
         end, stop = first + row.count, row.start + row.count
         known = row.sequence.token_ids[row.start : stop]
@@ -166,14 +171,16 @@ def fill(layout: Layout, into: dict[str, Ints], rows: list[Row], tables: PageTab
 
 def _fill_decodes(into: dict[str, Ints], rows: list[Row], size: int) -> None:
     n = len(rows)
-    start = np.array([row.start for row in rows])
-    slots = np.array([row.slot for row in rows])
-    from_device = np.array([row.from_device for row in rows])
-    into["slots"][:n] = slots
-    into["source"][:n] = np.where(from_device, slots, -1)
-    if not from_device.all():
+    slots, positions = into["slots"][:n], into["positions"][:n]
+    slots[:] = [row.slot for row in rows]
+    positions[:] = [row.start for row in rows]
+    np.add(positions, 1, out=into["kv_len"][:n])
+    if all([row.from_device for row in rows]):
+        into["source"][:n] = slots
+    else:
+        into["source"][:n] = [row.slot if row.from_device else -1 for row in rows]
         into["ids"][:n] = [0 if row.from_device else row.sequence.token_ids[row.start] for row in rows]
-    into["positions"][:n] = start
-    into["kv_len"][:n] = start + 1
-    pages = np.array([row.pages[row.start // size] if row.start >= row.write_from else NULL_PAGE for row in rows])
-    into["write_to"][:n] = pages * size + start % size
+    into["write_to"][:n] = [
+        (row.pages[row.start // size] if row.start >= row.write_from else NULL_PAGE) * size + row.start % size
+        for row in rows
+    ]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from interactive_infer.core.sampler import Sampled, Sampler, _thresholds
-from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs
+from interactive_infer.core.sampling_packed import Drawn, PackedBuffer, PackedInputs, PackedKey, PackedOutputs
 from interactive_infer.core.sampling_table import UNIFORM, SamplingTable, penalized, uniforms
 from interactive_infer.sampling import SamplingParams
 from tests.core.interpreter import outcome_of, report
@@ -82,7 +82,7 @@ class Card:
         at = np.arange(count) if slots is None else np.array(slots)
         host = np.zeros(self.table.packed_nbytes(count + padding), np.uint8)
         forbid = np.full(count, forbid_stop)
-        self.key = self.table.pack(at, np.full(count, position), forbid, count + padding, host)
+        self.key = self.table.pack(at, np.full(count, position), forbid, count + padding, PackedBuffer(host))
         inputs = PackedInputs.views(torch.from_numpy(host).to(self.device), self.key)
         if uniform is not None:
             inputs.reals[UNIFORM] = uniform
@@ -445,10 +445,11 @@ def test_a_captured_call_draws_what_a_launched_one_does() -> None:
     eager.assign(params)
     rows = 32
     host = torch.zeros(card.table.packed_nbytes(rows), dtype=torch.uint8, pin_memory=True)
+    packed = PackedBuffer(host.numpy())
     buffer, logits = torch.zeros_like(host, device=device), torch.zeros(rows, LARGE, device=device).bfloat16()
 
     def pack(slots: np.ndarray, position: int) -> PackedKey:
-        key = card.table.pack(slots, np.full(len(slots), position), None, rows, host.numpy())
+        key = card.table.pack(slots, np.full(len(slots), position), None, rows, packed)
         buffer.copy_(host)
         return key
 

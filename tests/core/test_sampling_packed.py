@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from interactive_infer.core.sampling_packed import Drawn, PackedInputs, PackedKey, PackedOutputs
+from interactive_infer.core.sampling_packed import Drawn, PackedBuffer, PackedInputs, PackedKey, PackedOutputs, arrays
 from interactive_infer.core.sampling_table import (
     GREEDY,
     LOGPROBS,
@@ -30,7 +34,7 @@ def packed(
 ) -> tuple[PackedKey, PackedInputs]:
     host = np.full(table.packed_nbytes(rows), 255, np.uint8)
     forbid = None if forbid_stop is None else np.array(forbid_stop)
-    key = table.pack(np.array(slots), np.arange(len(slots)), forbid, rows, host)
+    key = table.pack(np.array(slots), np.arange(len(slots)), forbid, rows, PackedBuffer(host))
     return key, PackedInputs.views(torch.from_numpy(host), key)
 
 
@@ -86,8 +90,51 @@ def test_a_key_holds_what_a_step_needs_and_no_more(params: SamplingParams, key: 
 
 def test_a_buffer_that_is_too_short_is_refused() -> None:
     table = table_of([SamplingParams(seed=1)])
-    with pytest.raises(ValueError, match="out has 64 bytes"):
-        table.pack(np.array([0]), np.array([0]), None, 8, np.zeros(64, np.uint8))
+    with pytest.raises(ValueError, match="the buffer has 64 bytes"):
+        table.pack(np.array([0]), np.array([0]), None, 8, PackedBuffer(np.zeros(64, np.uint8)))
+
+
+PARAMS = st.sampled_from(
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=3),
+        SamplingParams(seed=4, top_k=7, min_p=0.1),
+        SamplingParams(seed=5, logit_bias={5: 1.5, 9: -2.0}),
+        SamplingParams(seed=6, frequency_penalty=0.5, logprobs=3),
+        SamplingParams(temperature=0, logit_bias={7: 1.0}, logprobs=0),
+    ]
+)
+STEPS = st.tuples(
+    st.lists(st.tuples(st.integers(0, 3), PARAMS), max_size=2),  # slots whose parameters change before it
+    st.permutations(range(4)),
+    st.integers(1, 4),  # rows
+    st.integers(0, 2),  # rows of padding
+    st.one_of(st.none(), st.lists(st.booleans(), min_size=4, max_size=4)),  # whose stop tokens may not come
+    st.booleans(),  # as the step before, a token later
+)
+
+
+@given(st.lists(STEPS, min_size=2, max_size=8))
+def test_a_buffer_that_is_packed_again_holds_what_a_new_one_would(steps: list[Any]) -> None:
+    table, other = (table_of([SamplingParams(seed=1)] * 4, stop=(8,)) for _ in range(2))
+    again = np.full(4096, 255, np.uint8)
+    buffer, step = PackedBuffer(again), None
+    for number, (changes, slots, count, padding, forbid, repeat) in enumerate(steps):
+        for slot, params in changes:
+            table.update(slot, params, (8,))
+            other.update(slot, params, (8,))
+        if step is None or not repeat:
+            step = np.array(slots[:count]), None if forbid is None else np.array(forbid[:count]), count + padding
+        at, banned, rows = step
+        positions = np.arange(len(at)) + number
+        fresh = np.full(4096, 77, np.uint8)
+        key = table.pack(at, positions, banned, rows, buffer)
+        assert key == other.pack(at, positions, banned, rows, PackedBuffer(fresh))
+        wanted = arrays(fresh, key.input_sections)
+        additions = wanted["sparse_start"][-1]
+        for name, found in arrays(again, key.input_sections).items():
+            most = additions if name in ("sparse_ids", "sparse_values") else None  # behind them lies anything
+            assert (found[..., :most] == wanted[name][..., :most]).all(), name
 
 
 def test_results_are_read_without_padding_and_without_a_view() -> None:

@@ -66,8 +66,8 @@ def test_every_token_gets_its_id_position_and_place(plan, padded):
     exact = exact_shape(Plan(rows, sum(r.count for r in rows), 0, []))
     assert exact.tokens == sum(r.count for r in rows)
     shape = Shapes(SLOTS, 512).choose(exact) if padded else exact
-    layout = Layout(shape, size)
     tables = PageTables(SLOTS, -(-MAX_LENGTH // size))
+    layout = Layout(shape, size, SLOTS, tables.width)
     buffer = np.full(layout.size + 5, 77, np.int64)  # left from an earlier step
     leftover = fill(layout, layout.arrays(buffer), rows, tables)
     assert (buffer[layout.size :] == 77).all(), "writes its own part only"
@@ -120,7 +120,7 @@ def test_only_new_pages_are_sent():
 
 def test_updates_that_do_not_fit_come_back():
     rows = [row(1, 200, 1, list(range(1, 52)), load_history=True)]
-    layout = Layout(Shape(1, 0, 0, 1), 4)
+    layout = Layout(Shape(1, 0, 0, 1), 4, SLOTS, 64)
     tables = PageTables(SLOTS, 64)
     at, to = fill(layout, layout.arrays(np.zeros(layout.size, np.int64)), rows, tables)
     assert len(at) == len(to) == 51 - layout.updates
