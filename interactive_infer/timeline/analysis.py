@@ -168,6 +168,19 @@ def wakes(recording: Recording) -> Intervals:
     return wakes[wakes[:, 0] < wakes[:, 1]]
 
 
+def launch_waits(recording: Recording) -> tuple[Intervals, NDArray[np.bool_]]:
+    """From the end of each step's LAUNCH to its begin, and which of these steps were a graph's replay.
+
+    A replay is on the card when its LAUNCH ends: what comes then is the card's own. Other steps are launched by a
+    thread that may still be at it.
+    """
+    launches = recording.spans[recording.spans["phase"] == Phase.LAUNCH]
+    found, step = match(launches["ref"], recording.steps["step_id"])
+    waits = np.stack([launches["end"][found], recording.steps["start"][step]], axis=1)
+    some = waits[:, 0] < waits[:, 1]
+    return waits[some], recording.steps["graph"][step][some] > 0
+
+
 class CriticalPath(NamedTuple):
     """Shares of the time in which something could run, 0 to 1, that sum to 1: what the next token waited for.
 
@@ -183,13 +196,16 @@ class CriticalPath(NamedTuple):
 def critical_path(recording: Recording, window: Window) -> CriticalPath | None:
     """None where nothing could run.
 
-    While the device works the path runs through it, whatever the host does meanwhile; while it idles, through the host.
+    While the device works the path runs through it, whatever the host does meanwhile; while it idles, through the host,
+    unless the next step has been launched.
     """
     runnable, busy = runnable_intervals(recording, window), busy_intervals(recording, window)
     if not len(runnable):
         return None
     idle = intersect(runnable, complement(busy, *window))
-    host = total(intersect(idle, host_intervals(recording, window)))
+    waits, replayed = launch_waits(recording)
+    to_launch = complement(union(clip(waits[replayed], *window)), *window)
+    host = total(intersect(intersect(idle, to_launch), host_intervals(recording, window)))
     whole = total(runnable)
     return CriticalPath((whole - total(idle)) / whole, host / whole, (total(idle) - host) / whole)
 

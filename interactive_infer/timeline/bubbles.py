@@ -15,6 +15,7 @@ from interactive_infer.timeline.analysis import (
     busy_intervals,
     duration,
     held_intervals,
+    launch_waits,
     match,
     runnable_intervals,
     wakes,
@@ -59,17 +60,18 @@ def find_bubbles(recording: Recording, window: Window) -> tuple[Bubble, ...]:
 
     Every moment of a bubble falls to one cause, the first of these that holds then; among spans of one kind
     it is the one begun last, the innermost:
-      1. a garbage collection, which stops every thread;
-      2. a span of the engine's (planning ... publishing, loading, capturing), a widget callback, or a span of the
+      1. launch latency of a graph's replay: it was launched, and the card had not begun it;
+      2. a garbage collection, which stops every thread;
+      3. a span of the engine's (planning ... publishing, loading, capturing), a widget callback, or a span of the
          user's own inside one of those (a listener, a hook);
-      3. what another engine did on the host (`beside`);
-      4. a span of the user's own or a cell, while it held the loop. Awaiting cells stay open for long and
+      4. what another engine did on the host (`beside`);
+      5. a span of the user's own or a cell, while it held the loop. Awaiting cells stay open for long and
          hold it only now and then: a span during which the loop was heard from (a heartbeat, an await's end,
          a plan, a commit) claims only the moments at which the loop was late;
-      5. launch latency: a step launched (its LAUNCH ended) but not begun on the device;
-      6. a late loop (`held_intervals`);
-      7. waking the loop: a step had ended, and its AWAIT had not, nor its COMMIT begun;
-      8. unknown.
+      6. launch latency of any other step, whose launch a thread may still be at;
+      7. a late loop (`held_intervals`);
+      8. waking the loop: a step had ended, and its AWAIT had not, nor its COMMIT begun;
+      9. unknown.
     A bubble's cause is the one with the largest part of its time.
     """
     idle = complement(busy_intervals(recording, window), *window)
@@ -112,7 +114,8 @@ def _claims(recording: Recording, window: Window) -> tuple[Intervals, NDArray[np
     words += [_word(Phase(p), str(texts[t]), ref) for p, t, ref in kinds.tolist()]
 
     held = held_intervals(recording)
-    waiting = _launch_latency(recording)
+    waits, replayed = launch_waits(recording)
+    sure, unsure = waits[replayed], waits[~replayed]
     waking = np.concatenate([wakes(recording), _until_committed(recording)])
     opened = np.isin(phase, (Phase.CELL, Phase.USER))
     alive = opened & _loop_heard(recording, spans)
@@ -123,9 +126,10 @@ def _claims(recording: Recording, window: Window) -> tuple[Intervals, NDArray[np
     strong = np.select([phase == Phase.GC, phase == Phase.OTHER], [6, 4], 5)
     rank = np.where(opened & ~inside, 3, strong)[of]
     order = np.lexsort((-spans["end"][of], spans["start"][of], rank))
-    claims = np.concatenate([waking, held, waiting, np.concatenate([pieces, intervals(spans)[whole]])[order]])
-    few = [np.full(len(waking), 3), np.full(len(held), 1), np.full(len(waiting), 2)]
-    label = np.concatenate([*few, kind.reshape(-1)[of][order] + 4])
+    of_spans = np.concatenate([pieces, intervals(spans)[whole]])[order]
+    claims = np.concatenate([waking, held, unsure, of_spans, sure])
+    few = [np.full(len(claimed), word) for claimed, word in ((waking, 3), (held, 1), (unsure, 2))]
+    label = np.concatenate([*few, kind.reshape(-1)[of][order] + 4, np.full(len(sure), 2)])
     return claims, label, words
 
 
@@ -134,13 +138,6 @@ def _until_committed(recording: Recording) -> Intervals:
     commits = recording.spans[recording.spans["phase"] == Phase.COMMIT]
     found, step = match(commits["ref"], recording.steps["step_id"])
     waits = np.stack([recording.steps["end"][step], commits["start"][found]], axis=1)
-    return waits[waits[:, 0] < waits[:, 1]]
-
-
-def _launch_latency(recording: Recording) -> Intervals:
-    launches = recording.spans[recording.spans["phase"] == Phase.LAUNCH]
-    found, step = match(launches["ref"], recording.steps["step_id"])
-    waits = np.stack([launches["end"][found], recording.steps["start"][step]], axis=1)
     return waits[waits[:, 0] < waits[:, 1]]
 
 

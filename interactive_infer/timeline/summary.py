@@ -27,7 +27,7 @@ from interactive_infer.timeline.recorder import CPU, Work
 from interactive_infer.timeline.recording import Recording
 from interactive_infer.timeline.tokens import between_tokens_ns, first_token_ns
 
-STEP_EVENTS = "the events around each step: an upper bound, gaps inside a step count as busy"
+STEP_EVENTS = "the begin and end of each step: an upper bound, gaps inside a step count as busy"
 SPAN_EVENTS = "the events around each device span: an upper bound, gaps inside a span count as busy"
 KERNELS = "the kernels that torch.profiler saw"
 OPERATORS = "the operators that torch.profiler saw on the CPU"

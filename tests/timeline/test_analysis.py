@@ -133,6 +133,30 @@ def test_planted_numbers_come_out_exactly() -> None:
     assert summary.headline() == f"{busy}; largest bubble {worst}"
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_the_card_makes_of_a_launch_is_not_the_hosts(graph: bool) -> None:
+    """Two in flight: the second was launched long before the first ended, and the host is at the third."""
+    recorder = Recorder()
+    recorder.runnable(T, 1)
+    for number, (start, end) in enumerate([(0, 10), (12, 20), (25, 30)], start=1):
+        recorder.step(*at(start, end), step_id=number, batch_size=1, tokens=1, prefill_tokens=0, graph=graph)
+    recorder.record(Phase.LAUNCH, *at(-2, -1), 1)
+    recorder.record(Phase.LAUNCH, *at(1, 2), 2)
+    recorder.record(Phase.COMMIT, *at(10, 11), 1)
+    recorder.record(Phase.LAUNCH, *at(11, 24), 3)  # 12 to 20 is hidden
+    recorder.record(Phase.GC, *at(10.5, 11.5), 2)
+    held = recorder.snapshot()
+    found = [(bubble.cause, bubble.share) for bubble in find_bubbles(held, (T, T + 30 * MS))]
+    path = critical_path(held, (T, T + 30 * MS))
+    assert path is not None
+    if graph:
+        assert found == [("launch latency", 1.0), ("launching", 0.8)]
+        assert path == pytest.approx((23 / 30, 4 / 30, 3 / 30))
+    else:
+        assert found == [("garbage collection", 0.5), ("launching", 0.8)]
+        assert path == pytest.approx((23 / 30, 6 / 30, 1 / 30))
+
+
 def test_a_window_cuts_bubbles_and_steps() -> None:
     held = planted().snapshot()
     summary = summarize(held, (T + 11 * MS, T + 22 * MS))
