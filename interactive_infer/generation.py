@@ -420,7 +420,7 @@ class _TokenReader:
         while True:
             changes = output.changes
             ended = output.finish_reason is not None
-            if self._index == self._visible:
+            if self._index >= self._visible:
                 self._visible = generation._decode()
             if self._index < self._visible:
                 self._index += 1
