@@ -167,8 +167,8 @@ class Parts:
                     recorder=self.timeline.recorder,
                 )
                 self._undo.insert(-1, runner.close)  # after the device's end, and before the decoder's
-                progress("compiling kernels", 0.0)
-                runner.compile_ahead(partial(rehearse_check, self.model, runner, self.page_size, self.vocab_size))
+                rehearse = partial(rehearse_check, self.model, runner, self.page_size, self.vocab_size)
+                runner.compile_ahead(rehearse, partial(progress, "compiling kernels", 0.0))
                 progress("checking", 0.0)
                 return runner, runner.capture_all
             warnings.warn(

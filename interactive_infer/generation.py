@@ -80,6 +80,7 @@ class Generation:
         output.attach(self._listeners)
         self._tokens: list[Token] = []
         self._tokens_lock = threading.Lock()
+        self._num_decoded = 0  # of those tokens, for the timeline
         self._tokenizer = engine.tokenizer
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -226,16 +227,24 @@ class Generation:
             return output.decode()
         start_ns = time.perf_counter_ns()
         visible = output.decode()
-        if (engine := self._engine_ref()) is not None:
-            engine._decoding.add(start_ns, time.perf_counter_ns(), last=output.finish_reason is not None)
+        if visible > self._num_decoded:
+            self._num_decoded = visible
+            self._decoded_since(start_ns)
         return visible
+
+    def _decoded_since(self, start_ns: int) -> None:
+        if (engine := self._engine_ref()) is not None:
+            last = self._output.finish_reason is not None
+            engine._decoding.add(start_ns, time.perf_counter_ns(), last=last)
 
     def _token(self, index: int) -> Token:
         token_id, text = self._output.token_ids[index], self._output.piece(index)
         at = self._output.logprobs.get(index)
         if at is None:
             return Token(token_id, text, index)
+        start_ns = time.perf_counter_ns()
         alternatives = tuple(Alternative(id, self._text_of(id), logprob) for id, logprob in at.alternatives)
+        self._decoded_since(start_ns)
         return Token(token_id, text, index, at.logprob, at.rank, alternatives)
 
     def _text_of(self, token_id: int) -> str:
@@ -420,7 +429,7 @@ class _TokenReader:
         while True:
             changes = output.changes
             ended = output.finish_reason is not None
-            if self._index >= self._visible:
+            if self._visible <= self._index < len(output.token_ids):
                 self._visible = generation._decode()
             if self._index < self._visible:
                 self._index += 1

@@ -1,4 +1,4 @@
-"""Who waits for a generation, and how they are woken: a few in each turn of the loop."""
+"""Who waits for a generation, and how they are woken: a few in each turn of their loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from interactive_infer.core.output import Output
+from interactive_infer.interrupts import deferred_interrupts
 
 _WAKES_A_TURN = 16
 
@@ -68,20 +69,22 @@ class _Wakes:
             batch.append(future)
 
     def _turn(self, loop: asyncio.AbstractEventLoop, batch: _Batch) -> None:
-        self._left = _WAKES_A_TURN
-        while self._left and batch:
-            self._left -= 1
-            _set(batch.popleft())
-        if self._left < _WAKES_A_TURN:
-            loop.call_soon(self._turn, loop, batch)
-        else:
-            self._batch = _no_batch
+        with deferred_interrupts():  # an interrupt in here would leave the rest asleep for ever
+            self._left = _WAKES_A_TURN
+            while self._left and batch:
+                self._left -= 1
+                _set(batch.popleft())
+            if self._left < _WAKES_A_TURN:
+                loop.call_soon(self._turn, loop, batch)
+            else:
+                self._batch = _no_batch
 
 
 _wakes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakes] = weakref.WeakKeyDictionary()
 
 
 def _tell(futures: Futures) -> None:
+    """In a driver's turn, so no interrupt comes in between."""
     try:
         here = asyncio.get_running_loop()
     except RuntimeError:
@@ -93,12 +96,21 @@ def _tell(futures: Futures) -> None:
             break
         loop = future.get_loop()
         if loop is here:
-            if (wakes := _wakes.get(loop)) is None:
-                wakes = _wakes[loop] = _Wakes()
-            wakes.wake(future, loop)
+            _wake(future, loop)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left there to be told
-                loop.call_soon_threadsafe(_set, future)
+                loop.call_soon_threadsafe(_wake_told_elsewhere, future, loop)
+
+
+def _wake(future: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> None:
+    if (wakes := _wakes.get(loop)) is None:
+        wakes = _wakes[loop] = _Wakes()
+    wakes.wake(future, loop)
+
+
+def _wake_told_elsewhere(future: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> None:
+    with deferred_interrupts():
+        _wake(future, loop)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -70,9 +70,11 @@ class Completion(Generic[T]):
     sees the other, and waking twice is harmless.
     """
 
-    __slots__ = ("__weakref__", "_outcome", "_wakers")
+    __slots__ = ("__weakref__", "_outcome", "_wakers", "launched_ns")
 
     def __init__(self) -> None:
+        self.launched_ns: tuple[int, int] | None = None
+        """From when to when a thread launched it, for whom it had been left; None where the caller did."""
         self._outcome: dict[None, _Outcome] = {}  # one entry at most; setdefault() lets the first one win
         self._wakers: dict[Callable[[], None], None] = {}
 

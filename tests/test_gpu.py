@@ -81,10 +81,10 @@ async def test_what_a_load_launches_was_compiled_ahead(monkeypatch):
     ahead = False
     usual = GraphRunner.compile_ahead
 
-    def compile_ahead(self, check):
+    def compile_ahead(self, check, begin):
         nonlocal ahead
         ahead = True
-        usual(self, check)
+        usual(self, check, begin)
         ahead = False
 
     monkeypatch.setattr(GraphRunner, "compile_ahead", compile_ahead)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import threading
 import weakref
 
 import pytest
 
-from interactive_infer import Engine
+from interactive_infer import Engine, readers
 from interactive_infer.core.output import Output
+from interactive_infer.interrupts import deferred_interrupts
 from interactive_infer.readers import _WAKES_A_TURN, Readers, _wakes
-from tests.tiny_models import tiny_model
+from interactive_infer.timeline import Phase
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 COUNT = 5 * _WAKES_A_TURN + 3
 
@@ -32,8 +36,14 @@ class Waiting:
             self.woken.append(index)
 
     def tell(self) -> None:
-        for readers in self.readers:
-            readers()
+        for each in self.readers:
+            each()
+
+    def tell_from_a_thread(self) -> None:
+        """The loop stands still meanwhile."""
+        thread = threading.Thread(target=self.tell)
+        thread.start()
+        thread.join()
 
     async def end(self) -> None:
         for task in self.tasks:
@@ -98,6 +108,59 @@ async def test_a_few_are_woken_at_once() -> None:
     await waiting.end()
 
 
+async def test_told_by_another_thread_they_wake_over_several_turns_too() -> None:
+    waiting = Waiting(COUNT)
+    await asyncio.sleep(0)
+    waiting.tell_from_a_thread()
+    each_turn = []
+    while len(waiting.woken) < COUNT:
+        before = len(waiting.woken)
+        await asyncio.sleep(0)
+        each_turn.append(len(waiting.woken) - before)
+    assert max(each_turn) <= _WAKES_A_TURN
+    assert waiting.woken == list(range(COUNT))
+    await waiting.end()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_interrupt_among_wakes_leaves_nobody_asleep(monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
+    """As in a terminal, where it is raised wherever the loop is, and the loop runs again for the next input."""
+    usual, count = readers._set, 0
+
+    def interrupted(future: asyncio.Future[None]) -> None:
+        nonlocal count
+        count += 1
+        if count == _WAKES_A_TURN + 3:
+            signal.raise_signal(signal.SIGINT)
+        usual(future)
+
+    monkeypatch.setattr(readers, "_set", interrupted)
+    loop = asyncio.new_event_loop()
+
+    made: list[Waiting] = []
+
+    async def wait() -> None:
+        waiting = Waiting(COUNT)
+        made.append(waiting)
+        await asyncio.sleep(0)
+        if elsewhere:
+            waiting.tell_from_a_thread()
+        else:
+            with deferred_interrupts():
+                waiting.tell()
+        await asyncio.sleep(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(wait())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert sorted(made[0].woken) == list(range(COUNT))
+    loop.run_until_complete(made[0].end())
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
 def test_a_loop_that_stops_in_between_wakes_the_rest_when_it_runs_again() -> None:
     loop = asyncio.new_event_loop()
 
@@ -142,3 +205,31 @@ async def test_what_was_read_is_not_kept(logprobs: int | None) -> None:
         assert gen._tokens == []
         assert first == list(gen.tokens) == list((await gen).tokens)
         assert [token async for token in gen] == first
+
+
+async def test_a_token_is_decoded_once_and_that_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decodes = 0
+    usual = Output.decode
+
+    def decode(output: Output) -> int:
+        nonlocal decodes
+        decodes += 1
+        return usual(output)
+
+    monkeypatch.setattr(Output, "decode", decode)
+    tokenizer = tiny_tokenizer()
+    async with await Engine.load(
+        tiny_model("llama"), tokenizer=tokenizer, max_batch_size=4, progress=False, freeze_gc=False
+    ) as engine:
+        gen = engine.generate([5, 9, 2], max_tokens=100, temperature=0, ignore_eos=True)
+        assert len([token async for token in gen]) == 100
+        assert decodes <= 101
+
+        def recorded() -> int:
+            spans = engine.timeline.recorder.snapshot().spans
+            return int((spans["phase"] == Phase.DETOKENIZE).sum())
+
+        before = recorded()
+        for _ in range(3):
+            assert len([token async for token in gen]) == len(gen.tokens) == 100
+        assert recorded() == before, "what was decoded already is no work"

@@ -84,7 +84,7 @@ class CUDADevice:
             if not here:
                 self._num_queued += 1
         if here:
-            self._launch(work, completion, took)
+            self._launch(work, completion, took, here=True)
         else:
             self._thread.put(partial(self._launch_queued, work, completion, took))
         return completion
@@ -115,12 +115,15 @@ class CUDADevice:
 
     def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
         try:
-            self._launch(work, completion, took)
+            self._launch(work, completion, took, here=False)
         finally:
             with self._lock:
                 self._num_queued -= 1
 
-    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
+    def _launch(
+        self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None, *, here: bool
+    ) -> None:
+        begun_ns = time.perf_counter_ns()
         try:
             events = self._events.pop() if self._events else _events()
             with torch.cuda.stream(self.stream):  # makes its device current too
@@ -134,6 +137,8 @@ class CUDADevice:
         except BaseException as error:
             completion.set_exception(as_failure(error))
         else:
+            if not here:
+                completion.launched_ns = begun_ns, time.perf_counter_ns()
             interval = partial(_interval, self.clock, self._events, events, took)
             if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)

@@ -141,6 +141,8 @@ class FlightQueue:
 
     def _record(self, flight: Flight, *, graph: bool) -> None:
         completion, plan = flight.completion, flight.plan
+        if completion.launched_ns is not None:  # on a thread, later than the launch that is recorded already
+            self._recorder.record(Phase.LAUNCH, *completion.launched_ns, flight.number)
         if completion.start_ns is not None and completion.end_ns is not None:
             drawn = [row.start + row.count - row.sequence.prompt_length if row.samples else -1 for row in plan.rows]
             self._recorder.step(

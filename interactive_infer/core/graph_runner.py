@@ -76,27 +76,28 @@ class _Buffers:
         self.sampling = PackedBuffer(self._host[1].numpy())
         self.drawn: np.ndarray = self._host[2][_TIMES_BYTES:].numpy()
         self._times: np.ndarray = self._host[2][:_TIMES_BYTES].view(torch.int64).numpy()
-        self._arrays: dict[Layout, dict[str, Ints]] = {}
-        self._copies: dict[Layout | PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._arrays: dict[Shape, dict[str, Ints]] = {}
+        self._copies: dict[Shape | PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
         self._returns: dict[PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def arrays(self, layout: Layout) -> dict[str, Ints]:
         """A step's inputs on the host."""
-        arrays = self._arrays.get(layout)
+        arrays = self._arrays.get(layout.shape)
         if arrays is None:
             arrays = layout.arrays(self._host[0].numpy())
             if len(self._arrays) < _MOST_VIEWS:  # hooked steps are not padded: their shapes have no end
-                self._arrays[layout] = arrays
+                self._arrays[layout.shape] = arrays
         return arrays
 
     def send(self, what: Layout | PackedKey) -> None:
         """Copy a step's inputs, or its sampling's, to the card."""
-        pair = self._copies.get(what)
+        key = what.shape if isinstance(what, Layout) else what
+        pair = self._copies.get(key)
         if pair is None:
             which, size = (0, what.size) if isinstance(what, Layout) else (1, what.input_nbytes)
             pair = self._on_card[which][:size], self._host[which][:size]
             if len(self._copies) < _MOST_VIEWS:
-                self._copies[what] = pair
+                self._copies[key] = pair
         pair[0].copy_(pair[1], non_blocking=True)
 
     def fetch(self, key: PackedKey) -> None:
@@ -268,6 +269,7 @@ class GraphRunner:
         forbid_stop = None
         if any([row.sequence.params.min_tokens for row in rows]):
             forbid_stop = np.array([below_min_tokens(row) for row in rows], np.bool_)
+            forbid_stop = forbid_stop if forbid_stop.any() else None
         padded = self._shapes.rows(len(rows))
         try:
             return self._table.pack(slots, positions, forbid_stop, padded, buffers.sampling), None
@@ -427,14 +429,16 @@ class GraphRunner:
             return self._logits_of(input_ids, batch, logits_at, False)
 
     @torch.no_grad()
-    def compile_ahead(self, check: Callable[[], object]) -> None:
-        """Compile what `check` and `capture_all` will launch, many kernels at a time.
+    def compile_ahead(self, check: Callable[[], object], begin: Callable[[], object]) -> None:
+        """Compile what `check` and `capture_all` will launch, many kernels at a time; calls `begin` before, unless
+        nothing can be compiled ahead.
 
         Runs a layer of each kind with kernels that write nothing. Only of the fused forward: a model's own modules,
         which may look at what they get (and hooks, which must not see this), are left alone, and compile as they go.
         """
         if isinstance(self.decoder, str) or self.decoder.change() is not None or not can_compile_ahead():
             return
+        begin()
         with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream), compiling_ahead():
             check()
             for _, work in self._works():

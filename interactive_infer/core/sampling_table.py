@@ -258,7 +258,7 @@ class SamplingTable:
 
     def pack(self, slots: Ints, positions: Ints, forbid_stop: Bools | None, rows: int, into: PackedBuffer) -> PackedKey:
         """`rows(slots, positions, forbid_stop)` for the sampler of a card, padded to `rows` rows, written into a
-        buffer, of which nobody else writes to.
+        buffer, to which nobody else writes.
 
         `packed_nbytes(rows)` bytes are enough; in a shorter one it is a ValueError. Padding is greedy, and its slot is
         the one past the last. From step to step only the uniforms change: the rest is left as it is.

@@ -169,16 +169,19 @@ def wakes(recording: Recording) -> Intervals:
 
 
 def launch_waits(recording: Recording) -> tuple[Intervals, NDArray[np.bool_]]:
-    """From the end of each step's LAUNCH to its begin, and which of these steps were a graph's replay.
+    """From the end of each step's last LAUNCH to its begin, and which of these steps were a graph's replay.
 
-    A replay is on the card when its LAUNCH ends: what comes then is the card's own. Other steps are launched by a
-    thread that may still be at it.
+    A step that was left to a thread has two: until it was left, and the thread's own. A replay is on the card when the
+    last one ends: what comes then is the card's.
     """
-    launches = recording.spans[recording.spans["phase"] == Phase.LAUNCH]
-    found, step = match(launches["ref"], recording.steps["step_id"])
-    waits = np.stack([launches["end"][found], recording.steps["start"][step]], axis=1)
+    steps, launches = recording.steps, recording.spans[recording.spans["phase"] == Phase.LAUNCH]
+    found, step = match(launches["ref"], steps["step_id"])
+    launched = np.full(len(steps), np.iinfo(np.int64).max)
+    launched[step] = 0
+    np.maximum.at(launched, step, launches["end"][found])
+    waits = np.stack([launched, steps["start"]], axis=1)
     some = waits[:, 0] < waits[:, 1]
-    return waits[some], recording.steps["graph"][step][some] > 0
+    return waits[some], steps["graph"][some] > 0
 
 
 class CriticalPath(NamedTuple):

@@ -142,6 +142,24 @@ def test_a_quick_launch_is_made_by_the_caller_unless_others_are_before_it(device
     assert by[-1] is here
 
 
+def test_what_is_left_to_the_thread_says_when_it_was_launched(device):
+    gate = threading.Event()
+    before = time.perf_counter_ns()
+    first = device.submit(lambda: (gate.wait(10), lambda: None)[-1])
+    second = device.submit(lambda: lambda: None, here=True)  # behind it
+    left = time.perf_counter_ns()
+    gate.set()
+    done(first), done(second)
+    for completion in (first, second):
+        start, end = completion.launched_ns
+        assert before <= start <= end <= time.perf_counter_ns()
+    assert first.launched_ns[1] >= left
+    assert second.launched_ns[0] >= first.launched_ns[1]
+    here = device.submit(lambda: lambda: None, here=True)
+    done(here)
+    assert here.launched_ns is None
+
+
 def test_a_failing_launch_fails_its_completion_alone(device):
     def bad():
         raise ValueError("a hook's own")

@@ -157,6 +157,18 @@ def test_what_the_card_makes_of_a_launch_is_not_the_hosts(graph: bool) -> None:
         assert path == pytest.approx((23 / 30, 6 / 30, 1 / 30))
 
 
+def test_a_replay_left_to_a_thread_waits_for_the_thread() -> None:
+    recorder = Recorder()
+    recorder.runnable(T, 1)
+    for number, (start, end) in enumerate([(0, 10), (20, 30)], start=1):
+        recorder.step(*at(start, end), step_id=number, batch_size=1, tokens=1, prefill_tokens=0, graph=True)
+    recorder.record(Phase.LAUNCH, *at(10, 11), 2)  # until it was left
+    recorder.record(Phase.GC, *at(11, 18), 2)
+    recorder.record(Phase.LAUNCH, *at(18, 19), 2)  # the thread's own, recorded with the step
+    (bubble,) = find_bubbles(recorder.snapshot(), (T, T + 30 * MS))
+    assert (bubble.cause, bubble.share) == ("garbage collection", 0.7)
+
+
 def test_a_window_cuts_bubbles_and_steps() -> None:
     held = planted().snapshot()
     summary = summarize(held, (T + 11 * MS, T + 22 * MS))

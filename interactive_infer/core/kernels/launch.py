@@ -71,13 +71,14 @@ def is_compiling_ahead() -> bool:
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """What `launch` is asked for meanwhile, on this thread, is compiled, as many kernels at a time as there are cores,
+    """What `launch` is asked for meanwhile, on this thread, is compiled, as many kernels at a time as we have cores,
     and not run: what they would have written holds anything. All are compiled at the end.
 
     A kernel takes a third of a second to compile, and an engine has dozens. One that fails will tell when it is
     launched.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         token = _compiling_ahead.set(True)
         try:
             yield
