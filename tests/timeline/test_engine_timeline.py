@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import astuple
 
 import numpy as np
 import pytest
 
 from interactive_infer import Engine
+from interactive_infer.core.scheduler import Plan
+from interactive_infer.core.step import StepResult
 from interactive_infer.timeline import Phase
 from interactive_infer.timeline.recorder import CPU
+from interactive_infer.waiting import Completion
 from tests.tiny_models import tiny_model
 
 
@@ -40,6 +44,27 @@ async def test_every_token_has_its_step_and_every_step_its_tokens() -> None:
         summary = timeline.summary()
         assert summary.first_token is not None and summary.first_token.count == 5
         assert summary.between_tokens is not None and summary.between_tokens.count == 4 * 5 + 2
+
+
+async def test_a_launch_left_to_a_thread_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with await load() as engine:
+        runner = engine._parts.runner
+        usual, launched = runner.launch, []
+
+        def launch(plan: Plan) -> Completion[StepResult]:
+            completion = usual(plan)
+            now = time.perf_counter_ns()
+            completion.launched_ns = now, now + 1_000
+            launched.append(completion.launched_ns)
+            return completion
+
+        monkeypatch.setattr(runner, "launch", launch)
+        await engine.generate(ids(5), max_tokens=3, ignore_eos=True)
+        recording = engine.timeline.recording()
+    spans = recording.spans[recording.spans["phase"] == Phase.LAUNCH]
+    for step_id in recording.steps["step_id"].tolist():
+        of_step = spans[spans["ref"] == step_id][["start", "end"]].tolist()
+        assert len(of_step) == 2 and of_step[1] in launched
 
 
 async def test_timing_adds_up_and_knows_pauses() -> None:
