@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
@@ -102,7 +102,8 @@ class Card(CPUDevice):
 
 
 def simulate() -> None:
-    let_scalars_be_bounds()
+    if os.environ["TRITON_INTERPRET"] == "1":
+        let_scalars_be_bounds()
     graph_runner.Graphs = Graphs
     graph_runner.WorkThread = CaptureThread
     graph_runner._SAMPLING_BYTES = 2048  # which a hundred entries of logit bias outgrow

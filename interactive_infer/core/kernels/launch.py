@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-_compiling_ahead: ContextVar[bool] = ContextVar("_compiling_ahead", default=False)
+_asked: ContextVar[set[object] | None] = ContextVar("_asked", default=None)
+"""While kernels are compiled ahead: what has been asked for."""
 
 
 @cache
@@ -53,10 +54,28 @@ def options(device: torch.device, *, overlap: bool = True, **options: Any) -> di
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
     """`launch(kernel, 3, 2)(…)`: launches `kernel` on that grid. In `compiling_ahead` it only has it compiled."""
-    if is_compiling_ahead():
-        return partial(kernel.warmup, grid=grid)
+    asked = _asked.get()
+    if asked is not None:
+        return partial(_compile, asked, kernel, grid)
     launcher: Callable[..., Any] = kernel[grid]
     return launcher
+
+
+def _compile(asked: set[object], kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """Ask once for each kind of call: Triton takes milliseconds over one whose kernel is on its way."""
+    call = (kernel, *map(_kind, args), *constants.items())
+    if call not in asked:
+        asked.add(call)
+        kernel.warmup(*args, grid=grid, **constants)
+
+
+def _kind(value: object) -> object:
+    """What Triton compiles an argument of a kernel for, that is no constant of it."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return type(value), value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    return type(value)
 
 
 def can_compile_ahead() -> bool:
@@ -66,7 +85,7 @@ def can_compile_ahead() -> bool:
 
 def is_compiling_ahead() -> bool:
     """Whether this thread is inside of `compiling_ahead`."""
-    return _compiling_ahead.get()
+    return _asked.get() is not None
 
 
 @contextlib.contextmanager
@@ -79,11 +98,11 @@ def compiling_ahead() -> Iterator[None]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-        token = _compiling_ahead.set(True)
+        token = _asked.set(set())
         try:
             yield
         finally:
-            _compiling_ahead.reset(token)
+            _asked.reset(token)
 
 
 @triton.jit
