@@ -78,13 +78,12 @@ class PackedKey:
 class PackedBuffer:
     """A host's buffer for a step's sampling (uint8, contiguous), with views of it by key.
 
-    `holds`: what was packed into it last, in whatever words its writer uses, and `key`, that step's; None for nothing.
+    `holds`: what was packed into it last, in whatever words its writer uses, and the key of that; None for nothing.
     """
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         self.nbytes = array.nbytes
-        self.holds: tuple[object, ...] | None = None
-        self.key: PackedKey | None = None
+        self.holds: tuple[object, PackedKey] | None = None
         self._array = array
         self._sections: dict[PackedKey, dict[str, npt.NDArray[Any]]] = {}
 

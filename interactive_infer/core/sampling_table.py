@@ -265,10 +265,11 @@ class SamplingTable:
         """
         count, end = len(slots), len(self._flags)
         step = (self._version, rows, slots.tobytes())
-        if forbid_stop is None and into.holds == step and into.key is not None:
-            if not into.key.all_greedy:
-                into.sections(into.key)["reals"][UNIFORM, :count] = self._uniforms(slots, positions)
-            return into.key
+        if forbid_stop is None and into.holds is not None and into.holds[0] == step:
+            key = into.holds[1]
+            if not key.all_greedy:
+                into.sections(key)["reals"][UNIFORM, :count] = self._uniforms(slots, positions)
+            return key
         into.holds = None
         flags = self._flags[slots]
         some = int(np.bitwise_or.reduce(flags, initial=0))
@@ -300,7 +301,7 @@ class SamplingTable:
             sections["sparse_start"][:] = np.searchsorted(sparse[0][order], np.arange(rows + 1))
             sections["sparse_ids"][: len(order)] = sparse[1][order]
             sections["sparse_values"][: len(order)] = sparse[2][order]
-        into.holds, into.key = (step if forbid_stop is None else None), key
+        into.holds = None if forbid_stop is not None else (step, key)
         return key
 
     def _sparse(
