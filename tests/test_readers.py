@@ -45,6 +45,15 @@ class Waiting:
         thread.start()
         thread.join()
 
+    async def woken_each_turn(self) -> list[int]:
+        """How many in each turn of the loop, until all are."""
+        each_turn = []
+        while len(self.woken) < len(self.readers):
+            before = len(self.woken)
+            await asyncio.sleep(0)  # comes again once everything of this turn has run
+            each_turn.append(len(self.woken) - before)
+        return each_turn
+
     async def end(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -56,12 +65,7 @@ async def test_a_step_wakes_its_readers_over_several_turns_of_the_loop() -> None
     await asyncio.sleep(0)
     waiting.tell()
     assert waiting.woken == []
-    each_turn = []
-    while len(waiting.woken) < COUNT:
-        before = len(waiting.woken)
-        await asyncio.sleep(0)  # comes again once everything of this turn has run
-        each_turn.append(len(waiting.woken) - before)
-    assert max(each_turn) <= _WAKES_A_TURN
+    assert max(await waiting.woken_each_turn()) <= _WAKES_A_TURN
     assert waiting.woken == list(range(COUNT))
     await waiting.end()
 
@@ -112,12 +116,7 @@ async def test_told_by_another_thread_they_wake_over_several_turns_too() -> None
     waiting = Waiting(COUNT)
     await asyncio.sleep(0)
     waiting.tell_from_a_thread()
-    each_turn = []
-    while len(waiting.woken) < COUNT:
-        before = len(waiting.woken)
-        await asyncio.sleep(0)
-        each_turn.append(len(waiting.woken) - before)
-    assert max(each_turn) <= _WAKES_A_TURN
+    assert max(await waiting.woken_each_turn()) <= _WAKES_A_TURN
     assert waiting.woken == list(range(COUNT))
     await waiting.end()
 
@@ -198,7 +197,7 @@ def test_no_loop_is_kept() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_what_was_read_is_not_kept(logprobs: int | None) -> None:
-    """A million tokens that nobody looks at again would take a garbage collection half a second."""
+    """Every garbage collection would look at tokens that nobody looks at again."""
     async with await Engine.load(tiny_model("llama"), max_batch_size=4, progress=False, freeze_gc=False) as engine:
         gen = engine.generate([5, 9, 2], max_tokens=40, temperature=0, ignore_eos=True, logprobs=logprobs)
         first = [token async for token in gen]
