@@ -190,7 +190,7 @@ class FusedDecoder:
     def change(self) -> str | None:
         """What its owner did to the model that this forward would miss (a hook, another layer), in words; or None.
 
-        Takes tens of microseconds. The model's own forward is right meanwhile, over the same caches.
+        The model's own forward is right meanwhile, over the same caches.
         """
         return self._watch.change()
 

@@ -62,7 +62,7 @@ def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
 
 
 def _compile(asked: set[object], kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Ask once for each kind of call: Triton takes milliseconds over one whose kernel is on its way."""
+    """Ask once for each kind of call: Triton looks into its cache on disk for each, until the kernel is there."""
     call = (kernel, *map(_kind, args), *constants.items())
     if call not in asked:
         asked.add(call)
@@ -93,8 +93,7 @@ def compiling_ahead() -> Iterator[None]:
     """What `launch` is asked for meanwhile, on this thread, is compiled, as many kernels at a time as we have cores,
     and not run: what they would have written holds anything. All are compiled at the end.
 
-    A kernel takes a third of a second to compile, and an engine has dozens. One that fails will tell when it is
-    launched.
+    An engine has dozens, which would else be compiled one by one. One that fails will tell when it is launched.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
