@@ -17,11 +17,11 @@ async def cards(bench: Bench) -> list[Table]:
     if bench.is_cuda and torch.cuda.device_count() < 2:
         raise RuntimeError("this section needs two cards")
     other = Bench(bench.shape, devices[1], bench.sizes, compiled=False)
-    engines = [await bench.engine(), await other.engine()]
+    engines = {0: await bench.engine(), 1: await other.engine()}
     rows: list[list[object]] = []
     for batch in BATCHES:
-        for index, engine in enumerate(engines):
-            rows.append([batch, f"card {index} alone", *await _beside_heartbeat(bench, [engine], batch)])
+        for card, engine in engines.items():
+            rows.append([batch, f"card {card} alone", *await _beside_heartbeat(bench, {card: engine}, batch)])
         rows.append([batch, "both", *await _beside_heartbeat(bench, engines, batch)])
     await other.close()
     columns = ["texts a card", "on the loop", "tokens/s, first", "second", "busy, %, first", "second"]
@@ -30,25 +30,25 @@ async def cards(bench: Bench) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
-async def _beside_heartbeat(bench: Bench, engines: list[Engine], batch: int) -> list[object]:
-    def once() -> asyncio.Future[list[Run]]:
-        for engine in engines:
+async def _beside_heartbeat(bench: Bench, engines: dict[int, Engine], batch: int) -> list[object]:
+    async def once() -> dict[int, Run]:
+        for engine in engines.values():
             engine.reset_prefix_cache()
-        return asyncio.gather(
-            *(run(engine, bench.prompts(batch, bench.sizes.prompt), bench.sizes.new) for engine in engines)
-        )
+        asked = (run(each, bench.prompts(batch, bench.sizes.prompt), bench.sizes.new) for each in engines.values())
+        return dict(zip(engines, await asyncio.gather(*asked), strict=True))
 
-    await captured(engines[0], once)
-    turns: list[list[Run]] = []
+    await captured(next(iter(engines.values())), once)
+    turns: list[dict[int, Run]] = []
     async with Heartbeat() as heart:
         for _ in range(4 * bench.sizes.turns):
             turns.append(await once())
-    # The card's share of the time in which each of the engines had texts to write.
-    turns.sort(key=lambda runs: sum(found.rate for found in runs))
+    turns.sort(key=lambda runs: sum(found.rate for found in runs.values()))
     runs = turns[len(turns) // 2]
-    worked = [union(intervals(found.recording.steps)) for found in runs]
-    t0, t1 = max(int(found[0, 0]) for found in worked), min(int(found[-1, 1]) for found in worked)
-    shares = [100 * total(clip(found, t0, t1)) / (t1 - t0) for found in worked]
-    both = 100 * total(clip(intersect(*worked), t0, t1)) / (t1 - t0) if len(runs) == 2 else None
-    blank = [None] * (2 - len(runs))
-    return [*(found.rate for found in runs), *blank, *shares, *blank, both, *spread(heart.lags), len(heart.lags)]
+    # Shares of the time in which each of the engines had texts to write.
+    worked = {card: union(intervals(found.recording.steps)) for card, found in runs.items()}
+    t0, t1 = max(int(ran[0, 0]) for ran in worked.values()), min(int(ran[-1, 1]) for ran in worked.values())
+    shares = {card: 100 * total(clip(ran, t0, t1)) / (t1 - t0) for card, ran in worked.items()}
+    both = 100 * total(clip(intersect(*worked.values()), t0, t1)) / (t1 - t0) if len(worked) == 2 else None
+    rates = {card: found.rate for card, found in runs.items()}
+    by_card = [values.get(card) for values in (rates, shares) for card in range(2)]
+    return [*by_card, both, *spread(heart.lags), len(heart.lags)]
