@@ -20,7 +20,7 @@ from interactive_infer.timeline.clock import DeviceClock
 from interactive_infer.waiting import Completion, Waiter, device_error
 
 T = TypeVar("T")
-Took = Callable[[], int | None]
+Took = Callable[[], int]
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _lending = threading.Lock()
@@ -45,11 +45,11 @@ def return_stream(stream: torch.cuda.Stream) -> None:
 
 
 class CUDADevice:
-    """One stream of a card, into which one party at a time launches.
+    """One stream of a card, a thread that launches into it, one that waits for it.
 
-    `submit` puts work on the stream and returns at once; the completion ends when the card is done with it. Long
-    launches (eager kernels, thousands of Python calls) are made by the launch thread. Short ones (a graph's replay) may
-    be made by the caller, `here`, while the launch thread has nothing: what was submitted first is launched first.
+    `submit` takes work and returns at once; work is launched in the order of `submit`, and its completion ends when the
+    card is done with it. Launching is the thread's alone: a short launch (a graph's replay) would be made sooner by the
+    caller, whose loop would stand still for it.
     After a device-side fault every CUDA call of the process fails: the device is `lost`.
     """
 
@@ -59,34 +59,23 @@ class CUDADevice:
         self._clock_stream = borrow_stream(torch_device)
         self.clock = DeviceClock(_recorder(self._clock_stream))
         self._closed = False
-        self._lock = threading.Lock()
-        self._num_queued = 0
         self._events: list[_Events] = []  # of work that is done, for the next
         self._thread = WorkThread(f"interactive_infer launch {torch_device}")
         self._waiter = Waiter(f"interactive_infer waiter {torch_device}") if waiting == "thread" else None
 
-    def submit(
-        self, work: Callable[[], Callable[[], T]], *, here: bool = False, took: Took | None = None
-    ) -> Completion[T]:
-        """Call `work` with this device and stream current. It launches without waiting, and returns what reads its
-        result.
+    def submit(self, work: Callable[[], Callable[[], T]], *, took: Took | None = None) -> Completion[T]:
+        """Have `work` called with this device and stream current. It launches without waiting, and returns what reads
+        its result.
 
         The completion ends with what that function returns once everything launched is done, or with what `work`
-        raised, or with a DeviceError if the card failed. `took` says then how many ns it took by the card's own clock,
-        if it can: the event before `work` is reached at once on an idle card, and a graph's launch takes long.
+        raised, or with a DeviceError if the card failed. `took` says then how many ns it took by the card's own clock;
+        without it an event before `work` does, which an idle card reaches at once, and long before a graph.
         """
         completion: Completion[T] = Completion() if self._waiter is not None else _Polled()
         if self._closed:
             completion.set_exception(DeviceError("the device was closed"))
             return completion
-        with self._lock:
-            here = here and self._num_queued == 0
-            if not here:
-                self._num_queued += 1
-        if here:
-            self._launch(work, completion, took, here=True)
-        else:
-            self._thread.put(partial(self._launch_queued, work, completion, took))
+        self._thread.put(partial(self._launch, work, completion, took))
         return completion
 
     @property
@@ -113,21 +102,13 @@ class CUDADevice:
         return_stream(self.stream)
         return_stream(self._clock_stream)
 
-    def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
-        try:
-            self._launch(work, completion, took, here=False)
-        finally:
-            with self._lock:
-                self._num_queued -= 1
-
-    def _launch(
-        self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None, *, here: bool
-    ) -> None:
+    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
         begun_ns = time.perf_counter_ns()
         try:
             events = self._events.pop() if self._events else _events()
             with torch.cuda.stream(self.stream):  # makes its device current too
-                events[0].record(self.stream)
+                if took is None:
+                    events[0].record(self.stream)
                 read = work()
                 events[1].record(self.stream)
         except torch.OutOfMemoryError as error:
@@ -137,8 +118,7 @@ class CUDADevice:
         except BaseException as error:
             completion.set_exception(as_failure(error))
         else:
-            if not here:
-                completion.launched_ns = begun_ns, time.perf_counter_ns()
+            completion.launched_ns = begun_ns, time.perf_counter_ns()
             interval = partial(_interval, self.clock, self._events, events, took)
             if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)
@@ -176,12 +156,13 @@ class _Polled(Completion[T]):
         return super().done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None and self._launched and not super().done():
-            with contextlib.suppress(torch.AcceleratorError):  # `done` asks again and tells
-                self._event.synchronize()
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done() and (end is None or time.monotonic() < end):
-            time.sleep(0.0001)
+            if timeout is None and self._launched:
+                with contextlib.suppress(torch.AcceleratorError):  # `done` asks again and tells
+                    self._event.synchronize()
+            else:
+                time.sleep(0.0001)
         return self.done()
 
 
@@ -193,10 +174,9 @@ def _events() -> _Events:
 
 
 def _interval(clock: DeviceClock, free: list[_Events], events: _Events, took: Took | None) -> tuple[int, int]:
-    start_ns, end_ns = clock.ns(events[0]), clock.ns(events[1])
+    end_ns = clock.ns(events[1])
+    start_ns = clock.ns(events[0]) if took is None else end_ns - took()
     free.append(events)
-    if took is not None and (ns := took()) is not None:
-        start_ns = max(start_ns, end_ns - ns)
     return start_ns, end_ns
 
 

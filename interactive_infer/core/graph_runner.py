@@ -1,4 +1,4 @@
-"""One step on a CUDA card: a copy in, a graph, sampling, a copy out."""
+"""One step on a CUDA card: a copy in, a graph, sampling that replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from interactive_infer.core.decoder import FusedDecoder, Ops
 from interactive_infer.core.device import WorkThread
 from interactive_infer.core.graphs import Graphs, Shape, Shapes
 from interactive_infer.core.kernels import triton_linear, triton_ops
-from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, is_compiling_ahead, stamp
+from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, is_compiling_ahead
+from interactive_infer.core.kernels.triton_reply import note_begin, reply
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
@@ -33,8 +34,9 @@ from interactive_infer.core.sampler_triton import TritonSampler
 from interactive_infer.core.sampling_packed import Drawn, PackedBuffer, PackedInputs, PackedKey, PackedOutputs, padding
 from interactive_infer.core.sampling_table import LOGPROBS_ROOMS, SamplingTable
 from interactive_infer.core.scheduler import Plan, Row
-from interactive_infer.core.staging import Ints, Layout, PageTables, exact_shape, fill
+from interactive_infer.core.staging import Layout, PageTables, exact_shape, fill
 from interactive_infer.core.step import StepResult, below_min_tokens, keep_table, layers_in_words
+from interactive_infer.core.step_memory import CardMemory, FlightMemory, result_words
 from interactive_infer.sampling import MAX_LOGPROBS
 from interactive_infer.timeline.recorder import Phase, Recorder
 from interactive_infer.waiting import Completion
@@ -54,64 +56,12 @@ _OPS = cast(
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
-_MOST_VIEWS = 512
-_TIMES_BYTES = 16
 _SAMPLING_BYTES = 4 << 20
 """Room for a step's sampling parameters: a quarter of a million entries of logit bias. More are sent on their own."""
 
 
 class _ChangedError(Exception):
     """The model is not what is to be captured."""
-
-
-class _Buffers:
-    """Pinned memory of one flight, as large as the card's buffers of a step: what goes in, and what comes back.
-
-    Views of it are kept by shape, so that a step makes none.
-    """
-
-    def __init__(self, inputs: torch.Tensor, sampling: torch.Tensor, drawn: torch.Tensor) -> None:
-        self._on_card = (inputs, sampling, drawn)
-        self._host = [torch.zeros(len(t), dtype=t.dtype, pin_memory=True) for t in self._on_card]
-        self.sampling = PackedBuffer(self._host[1].numpy())
-        self.drawn: np.ndarray = self._host[2][_TIMES_BYTES:].numpy()
-        self._times: np.ndarray = self._host[2][:_TIMES_BYTES].view(torch.int64).numpy()
-        self._arrays: dict[Shape, dict[str, Ints]] = {}
-        self._copies: dict[Shape | PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._returns: dict[PackedKey, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def arrays(self, layout: Layout) -> dict[str, Ints]:
-        """A step's inputs on the host."""
-        arrays = self._arrays.get(layout.shape)
-        if arrays is None:
-            arrays = layout.arrays(self._host[0].numpy())
-            if len(self._arrays) < _MOST_VIEWS:  # hooked steps are not padded: their shapes have no end
-                self._arrays[layout.shape] = arrays
-        return arrays
-
-    def send(self, what: Layout | PackedKey) -> None:
-        """Copy a step's inputs, or its sampling's, to the card."""
-        key = what.shape if isinstance(what, Layout) else what
-        pair = self._copies.get(key)
-        if pair is None:
-            which, size = (0, what.size) if isinstance(what, Layout) else (1, what.input_nbytes)
-            pair = self._on_card[which][:size], self._host[which][:size]
-            if len(self._copies) < _MOST_VIEWS:
-                self._copies[key] = pair
-        pair[0].copy_(pair[1], non_blocking=True)
-
-    def fetch(self, key: PackedKey) -> None:
-        """Copy what was drawn back, and before it the times."""
-        pair = self._returns.get(key)
-        if pair is None:
-            size = _TIMES_BYTES + key.output_nbytes
-            pair = self._returns[key] = self._host[2][:size], self._on_card[2][:size]
-        pair[0].copy_(pair[1], non_blocking=True)
-
-    def took(self) -> int | None:
-        """ns from the first kernel of the step's graphs to their last one, by the card's clock; None without."""
-        start, end = self._times.tolist()
-        return end - start if 0 < start < end else None
 
 
 class GraphRunner:
@@ -160,13 +110,9 @@ class GraphRunner:
         self._sampler = TritonSampler(vocab_size, max_batch_size, card)
         self._shapes = Shapes(max_batch_size, max_step_tokens)
         self._layouts = {shape: self._layout(shape) for shape in self._shapes.all()}
-        inputs = max(layout.size for layout in self._layouts.values())
         drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
-        self._inputs = torch.zeros(inputs, dtype=torch.int64, device=card)
-        self._sampling = torch.zeros(_SAMPLING_BYTES, dtype=torch.uint8, device=card)
-        result = torch.zeros(_TIMES_BYTES + drawn, dtype=torch.uint8, device=card)
-        self._times, self._drawn = result[:_TIMES_BYTES].view(torch.int64), result[_TIMES_BYTES:]
-        self._buffers = [_Buffers(self._inputs, self._sampling, result) for _ in range(steps_in_flight + 1)]
+        self._memory = CardMemory(list(self._layouts.values()), _SAMPLING_BYTES, drawn, card)
+        self._flights = [FlightMemory(self._memory) for _ in range(steps_in_flight + 1)]
         self._turn = 0
         self._looked_at = 0.0
         self._graphs = Graphs(card)
@@ -208,40 +154,37 @@ class GraphRunner:
     def launch(self, plan: Plan) -> Completion[StepResult]:
         """Put a step on the card; returns at once."""
         rows = plan.rows
-        buffers = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
+        flight = self._flights[self._turn]
+        self._turn = (self._turn + 1) % len(self._flights)
         changed = self._changed()
         shape = exact_shape(plan)
         if not changed and self._uncapturable is None:
             shape = self._shapes.choose(shape)
         layout = self._layouts.get(shape) or self._layout(shape)
-        leftover = fill(layout, buffers.arrays(layout), rows, self._tables)
+        leftover = fill(layout, flight.arrays(layout), rows, self._tables)
         histories = keep_table(self._table, rows)
         sampled = [index for index, row in enumerate(rows) if row.samples]
-        key, large = self._pack_sampling([rows[index] for index in sampled], buffers) if sampled else (None, None)
+        key, large = self._pack_sampling([rows[index] for index in sampled], flight.sampling)
         captured = key is None or (key in self._graphs and large is None)
         replayed = not changed and shape in self._graphs and captured
 
         def work() -> Callable[[], StepResult]:
-            buffers.send(layout)
-            sampling = self._sampling
+            flight.send(layout, key if large is None else None)
+            sampling = self._memory.sampling
             if large is not None:
                 sampling = torch.from_numpy(large).to(self._device.torch_device)
-            elif key is not None:
-                buffers.send(key)
             if leftover[0]:
                 self._change_page_table(*leftover)
             for slot, prompt, output in histories:
                 self._sampler.load_history(slot, prompt, output)
-            self._run(shape, lambda: self._forward(layout, self._inputs, self._logits, changed), capture=not changed)
+            self._run(shape, lambda: self._forward(layout, changed), capture=not changed)
             if key is None:
                 return lambda: StepResult([-1] * len(rows), [], {}, replayed)
             self._run(key, lambda: self._sample(key, sampling), capture=large is None)
-            buffers.fetch(key)
-            return lambda: _read(buffers.drawn, key, sampled, len(rows), replayed)
+            return lambda: _read(flight.drawn, key, sampled, len(rows), replayed)
 
-        took = buffers.took if replayed and key is not None else None
-        return self._device.submit(work, here=replayed and not leftover[0] and not histories, took=took)
+        took = flight.took if replayed and key is not None else None
+        return self._device.submit(work, took=took)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""
@@ -262,8 +205,10 @@ class GraphRunner:
     def _layout(self, shape: Shape) -> Layout:
         return Layout(shape, self.page_size, self._tables.num_slots, self._tables.width)
 
-    def _pack_sampling(self, rows: list[Row], buffers: _Buffers) -> tuple[PackedKey, np.ndarray | None]:
-        """The step's sampling in its flight's buffer; or in one returned, where there is more logit bias than fits."""
+    def _pack_sampling(self, rows: list[Row], into: PackedBuffer) -> tuple[PackedKey | None, np.ndarray | None]:
+        """The sampling of `rows` in their flight's buffer; or, if their logit bias does not fit, in one returned."""
+        if not rows:
+            return None, None
         slots = np.array([row.slot for row in rows], np.int64)
         positions = np.array([row.start + row.count for row in rows], np.int64)
         forbid_stop = None
@@ -272,7 +217,7 @@ class GraphRunner:
             forbid_stop = forbid_stop if forbid_stop.any() else None
         padded = self._shapes.rows(len(rows))
         try:
-            return self._table.pack(slots, positions, forbid_stop, padded, buffers.sampling), None
+            return self._table.pack(slots, positions, forbid_stop, padded, into), None
         except ValueError:  # it is too short
             large = np.zeros(self._table.packed_nbytes(padded), np.uint8)
             return self._table.pack(slots, positions, forbid_stop, padded, PackedBuffer(large)), large
@@ -306,10 +251,8 @@ class GraphRunner:
         def look_work_look() -> None:  # its owner may add a hook at any moment
             look()
             if forward:
-                stamp(self._times, 0)
+                note_begin(self._memory.result)
             work()
-            if not forward:
-                stamp(self._times, 1)
             look()
 
         try:
@@ -331,9 +274,9 @@ class GraphRunner:
                 _log.warning("sampling of kind %s is launched kernel by kernel, its capture failed: %s", key, why)
 
     @torch.no_grad()
-    def _forward(self, layout: Layout, inputs: torch.Tensor, logits: torch.Tensor, by_modules: bool) -> None:
-        """The forward of the step whose inputs lie in `inputs`; the first rows of `logits` are those wanted."""
-        sections = layout.tensors(inputs)
+    def _forward(self, layout: Layout, by_modules: bool) -> None:
+        """The forward of the step whose inputs are on the card; the first rows of the logits are those wanted."""
+        sections = layout.tensors(self._memory.inputs(layout))
         table = self._page_table
         table.view(-1).index_copy_(0, sections["update_at"], sections["update_to"].to(torch.int32))
         source = sections["source"]
@@ -341,7 +284,7 @@ class GraphRunner:
         batch = layout.batch(sections, table)
         wanted = self._logits_of(input_ids, batch, sections["logits_at"], by_modules)
         if layout.shape.samples:
-            logits[: layout.shape.samples].copy_(wanted)
+            self._logits[: layout.shape.samples].copy_(wanted)
 
     def _logits_of(
         self, input_ids: torch.Tensor, batch: StepBatch, logits_at: torch.Tensor, by_modules: bool
@@ -392,9 +335,10 @@ class GraphRunner:
         self._sampler(
             self._logits[: key.rows],
             PackedInputs.views(inputs, key),
-            PackedOutputs.views(self._drawn, key),
+            PackedOutputs.views(self._memory.drawn, key),
             self._last_token,
         )
+        reply(self._memory.result, self._memory.reply_to, result_words(key))
 
     # -- before the first and after the last step ------------------------------------------------------------------
 
@@ -470,16 +414,15 @@ class GraphRunner:
         """What is run and, under its key, captured before the first step: each shape of a forward, without a row, then
         the usual kinds of sampling, of padding. Each with its inputs on the card until the next is asked for.
 
-        The clock's readings and log-probabilities have no key: they are run only, so that their first use does not wait
+        The clock's reading and log-probabilities have no key: they are run only, so that their first use does not wait
         for a compiler. Those of penalties and bias would take memory for good, `[max_batch_size, vocab_size]` twice,
         from engines that never have any.
         """
-        for at in range(2):
-            yield None, partial(stamp, self._times, at)
+        yield None, partial(note_begin, self._memory.result)
         for shape in self._shapes.all():
             layout = self._layouts[shape]
-            self._inputs[: layout.size].copy_(torch.from_numpy(layout.padding))
-            yield shape, partial(self._forward, layout, self._inputs, self._logits, False)
+            self._memory.inputs(layout).copy_(torch.from_numpy(layout.padding))
+            yield shape, partial(self._forward, layout, False)
         kinds = [
             PackedKey(shape.decodes, all_greedy=greedy, filtered=filtered)
             for shape in self._shapes.all()
@@ -490,8 +433,9 @@ class GraphRunner:
             PackedKey(1, filtered=filtered, logprobs=room) for filtered, room in product((False, True), LOGPROBS_ROOMS)
         ]
         for key in kinds + with_logprobs:
-            self._sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
-            yield key if key.logprobs is None else None, partial(self._sample, key, self._sampling)
+            sampling = self._memory.sampling
+            sampling[: key.input_nbytes].copy_(torch.from_numpy(padding(key, self._tables.num_slots)))
+            yield key if key.logprobs is None else None, partial(self._sample, key, sampling)
 
     def close(self) -> None:
         """Let go of model, pools, graphs and state; nothing may be in flight."""
@@ -499,10 +443,12 @@ class GraphRunner:
         self._capturing.close()
         if self._device.lost:
             # torch records an event when it frees pinned memory, and ends the process where that fails.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._flights))
+        else:
+            self._device.stream.synchronize()  # a loop that was closed left steps in flight, which write to their host
         self._graphs.clear()
-        del self.decoder, self._own_watch, self._own_forward, self._sampler, self._buffers
-        del self._page_table, self._last_token, self._logits, self._inputs, self._sampling, self._times, self._drawn
+        del self.decoder, self._own_watch, self._own_forward, self._sampler, self._flights
+        del self._page_table, self._last_token, self._logits, self._memory
         self._pools.free()
         self._layers = {}
 

@@ -107,67 +107,51 @@ def test_an_interval_is_on_the_hosts_clock(device):
     assert abs(completion.start_ns - before) < 10_000_000_000
 
 
-@pytest.mark.parametrize(("took", "ms"), [(lambda: 1_000_000, 1.0), (lambda: 4_000_000, 2.5), (lambda: None, 2.5)])
-def test_how_long_the_card_says_it_took_counts_from_the_end(device, took, ms):
-    """And never reaches back before the launch."""
+def test_how_long_the_card_says_it_took_counts_from_the_end(device):
+    begin, end = Event(), Event()
+    device._events.append((begin, end))
 
     def work():
         Card.now += 2.5
         return lambda: None
 
-    completion = device.submit(work, here=True, took=took)
+    completion = device.submit(work, took=lambda: 1_000_000)
     done(completion)
-    assert completion.end_ns - completion.start_ns == ms * 1_000_000
+    assert completion.end_ns - completion.start_ns == 1_000_000
+    assert begin.at is None, "an event that nobody asks takes the card's time"
 
 
-def test_a_quick_launch_is_made_by_the_caller_unless_others_are_before_it(device):
-    here = threading.current_thread()
-    by = []
+def test_the_thread_launches_in_order_and_says_when(device):
+    by, gate = [], threading.Event()
 
-    def work():
+    def work(before=lambda: None):
+        before()
         by.append(threading.current_thread())
         return lambda: None
 
-    done(device.submit(work, here=True))
-    assert by == [here]
-
-    gate, order = threading.Event(), []
-    slow = device.submit(lambda: (gate.wait(10), order.append("slow"), lambda: None)[-1])
-    quick = device.submit(lambda: (order.append("quick"), lambda: None)[-1], here=True)
-    assert not order, "it may not overtake"
-    gate.set()
-    done(slow), done(quick)
-    assert order == ["slow", "quick"]
-    done(device.submit(work, here=True))
-    assert by[-1] is here
-
-
-def test_what_is_left_to_the_thread_says_when_it_was_launched(device):
-    gate = threading.Event()
     before = time.perf_counter_ns()
-    first = device.submit(lambda: (gate.wait(10), lambda: None)[-1])
-    second = device.submit(lambda: lambda: None, here=True)  # behind it
+    first = device.submit(lambda: work(lambda: gate.wait(10)))
+    second = device.submit(work)
     left = time.perf_counter_ns()
+    assert not by, "whoever submits goes on"
     gate.set()
     done(first), done(second)
+    assert by[0] is by[1] is not threading.current_thread()
     for completion in (first, second):
         start, end = completion.launched_ns
         assert before <= start <= end <= time.perf_counter_ns()
     assert first.launched_ns[1] >= left
     assert second.launched_ns[0] >= first.launched_ns[1]
-    here = device.submit(lambda: lambda: None, here=True)
-    done(here)
-    assert here.launched_ns is None
 
 
 def test_a_failing_launch_fails_its_completion_alone(device):
     def bad():
         raise ValueError("a hook's own")
 
-    failed = device.submit(bad, here=True)
+    failed = device.submit(bad)
     with pytest.raises(ValueError, match="own"):
         done(failed)
-    assert done(device.submit(lambda: lambda: 1, here=True)) == 1
+    assert done(device.submit(lambda: lambda: 1)) == 1
 
 
 def test_out_of_memory_comes_with_numbers_and_a_remedy(device):
@@ -200,13 +184,11 @@ def test_a_lost_card_reaches_everybody_and_says_what_to_do(card, where, waiting)
 @pytest.mark.parametrize("waiting", ["spin", "block"])
 def test_who_polls_needs_no_thread_of_ours(waiting):
     device = CUDADevice(PLACE, waiting)
-    completion = device.submit(lambda: lambda: 5, here=True)
-    assert completion.done()
-    assert completion.result() == 5
+    assert done(device.submit(lambda: lambda: 5)) == 5
     held = Event()
     held.held.clear()
     device._events.append((Event(), held))
-    later = device.submit(lambda: lambda: 6, here=True)
+    later = device.submit(lambda: lambda: 6)
     assert not later.done()
     assert not later.wait(0.01)
     held.held.set()
@@ -217,7 +199,7 @@ def test_who_polls_needs_no_thread_of_ours(waiting):
 def test_two_who_poll_read_a_result_once():
     device, read = CUDADevice(PLACE, "spin"), []
     for number in range(100):
-        completion = device.submit(lambda number=number: lambda: read.append(number), here=True)
+        completion = device.submit(lambda number=number: lambda: read.append(number))
         barrier, failed = threading.Barrier(2), []
 
         def poll(completion=completion, barrier=barrier, failed=failed):
@@ -280,7 +262,7 @@ def test_a_closed_device_takes_nothing(device):
     held = Event()
     held.held.clear()
     device._events.append((Event(), held))
-    pending = device.submit(lambda: lambda: 1, here=True)
+    pending = device.submit(lambda: lambda: 1)
     device.close()
     with pytest.raises(EngineClosedError):
         done(pending)

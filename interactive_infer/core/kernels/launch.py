@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 _asked: ContextVar[set[object] | None] = ContextVar("_asked", default=None)
 """While kernels are compiled ahead: what has been asked for."""
@@ -102,17 +101,6 @@ def compiling_ahead() -> Iterator[None]:
             yield
         finally:
             _asked.reset(token)
-
-
-@triton.jit
-def _stamp_kernel(times, at):
-    tl.store(times + at, globaltimer())
-
-
-def stamp(times: torch.Tensor, at: int) -> None:
-    """Write the card's own clock, in ns, into `times[at]` (int64) once everything before is done. On a CPU nothing."""
-    if times.device.type == "cuda":
-        launch(_stamp_kernel, 1)(times, at, num_warps=1)
 
 
 @triton.jit
