@@ -184,6 +184,16 @@ def launch_waits(recording: Recording) -> tuple[Intervals, NDArray[np.bool_]]:
     return waits[some], steps["graph"][some] > 0
 
 
+def handovers(recording: Recording) -> Intervals:
+    """From the end of each step's first LAUNCH to the begin of its last, where it was left to a thread."""
+    launches = recording.spans[recording.spans["phase"] == Phase.LAUNCH]
+    ids, step = np.unique(launches["ref"], return_inverse=True)
+    left, taken = np.full(len(ids), np.iinfo(np.int64).max), np.zeros(len(ids), np.int64)
+    np.minimum.at(left, step, launches["end"])
+    np.maximum.at(taken, step, launches["start"])
+    return np.stack([left, taken], axis=1)[left < taken]
+
+
 class CriticalPath(NamedTuple):
     """Shares of the time in which something could run, 0 to 1, that sum to 1: what the next token waited for.
 

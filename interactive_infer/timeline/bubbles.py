@@ -14,6 +14,7 @@ from interactive_infer.timeline.analysis import (
     Window,
     busy_intervals,
     duration,
+    handovers,
     held_intervals,
     launch_waits,
     match,
@@ -68,7 +69,8 @@ def find_bubbles(recording: Recording, window: Window) -> tuple[Bubble, ...]:
       5. a span of the user's own or a cell, while it held the loop. Awaiting cells stay open for long and
          hold it only now and then: a span during which the loop was heard from (a heartbeat, an await's end,
          a plan, a commit) claims only the moments at which the loop was late;
-      6. launch latency of any other step, whose launch a thread may still be at;
+      6. launch latency of any other step, whose launch a thread may still be at; or a launch left to a thread, which
+         had not begun it;
       7. a late loop (`held_intervals`);
       8. waking the loop: a step had ended, and its AWAIT had not, nor its COMMIT begun;
       9. unknown.
@@ -115,7 +117,7 @@ def _claims(recording: Recording, window: Window) -> tuple[Intervals, NDArray[np
 
     held = held_intervals(recording)
     waits, replayed = launch_waits(recording)
-    sure, unsure = waits[replayed], waits[~replayed]
+    sure, unsure = waits[replayed], np.concatenate([waits[~replayed], handovers(recording)])
     waking = np.concatenate([wakes(recording), _until_committed(recording)])
     opened = np.isin(phase, (Phase.CELL, Phase.USER))
     alive = opened & _loop_heard(recording, spans)

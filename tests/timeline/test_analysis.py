@@ -169,6 +169,17 @@ def test_a_replay_left_to_a_thread_waits_for_the_thread() -> None:
     assert (bubble.cause, bubble.share) == ("garbage collection", 0.7)
 
 
+def test_a_launch_that_a_thread_has_yet_to_begin_is_launch_latency() -> None:
+    recorder = Recorder()
+    recorder.runnable(T, 1)
+    for number, (start, end) in enumerate([(0, 10), (20, 30)], start=1):
+        recorder.step(*at(start, end), step_id=number, batch_size=1, tokens=1, prefill_tokens=0, graph=True)
+    recorder.record(Phase.LAUNCH, *at(10, 11), 2)
+    recorder.record(Phase.LAUNCH, *at(17, 20), 2)
+    (bubble,) = find_bubbles(recorder.snapshot(), (T, T + 30 * MS))
+    assert (bubble.cause, bubble.share) == ("launch latency", 0.6)
+
+
 def test_a_window_cuts_bubbles_and_steps() -> None:
     held = planted().snapshot()
     summary = summarize(held, (T + 11 * MS, T + 22 * MS))
