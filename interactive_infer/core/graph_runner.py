@@ -374,8 +374,8 @@ class GraphRunner:
 
     @torch.no_grad()
     def compile_ahead(self, check: Callable[[], object], begin: Callable[[], object]) -> None:
-        """Compile what `check` and `capture_all` will launch, many kernels at a time; calls `begin` before, unless
-        nothing can be compiled ahead.
+        """Compile and load what `check` and `capture_all` will launch, many kernels at a time; calls `begin` before,
+        unless nothing can be compiled ahead.
 
         Runs a layer of each kind with kernels that write nothing. Only of the fused forward: a model's own modules,
         which may look at what they get (and hooks, which must not see this), are left alone, and compile as they go.
@@ -383,7 +383,8 @@ class GraphRunner:
         if isinstance(self.decoder, str) or self.decoder.change() is not None or not can_compile_ahead():
             return
         begin()
-        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self._device.stream), compiling_ahead():
+        card = self._device.torch_device
+        with torch.cuda.device(card), torch.cuda.stream(self._device.stream), compiling_ahead(card):
             check()
             for _, work in self._works():
                 work()

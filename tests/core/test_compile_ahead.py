@@ -30,10 +30,11 @@ def load(name: str, cache: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_check_and_capture_find_every_kernel_compiled(name: str, cache: Path) -> None:
+def test_check_and_capture_find_every_kernel_compiled_and_loaded(name: str, cache: Path) -> None:
     found = load(name, cache)
     assert "CUDA graphs" in found["launches"]
-    assert found["late"] == []
+    assert found["late"] == found["loaded late"] == []
+    assert set(found["loaded"]) == set(found["ahead"])
     kernels = {"_norm_kernel", "_rope_store_kernel", "_prefill_kernel", "_decode_kernel", "_draw_kernel"}
     assert kernels <= set(found["ahead"])
     assert list(dict.fromkeys(found["stages"]))[-3:] == ["checking", "compiling kernels", "capturing"]

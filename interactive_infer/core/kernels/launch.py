@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -88,19 +88,40 @@ def is_compiling_ahead() -> bool:
 
 
 @contextlib.contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """What `launch` is asked for meanwhile, on this thread, is compiled, as many kernels at a time as we have cores,
-    and not run: what they would have written holds anything. All are compiled at the end.
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """What `launch` is asked for meanwhile, on this thread, is compiled and loaded, as many kernels at a time as we
+    have cores, and not run: what they would have written holds anything. All are ready at the end.
 
     An engine has dozens, which would else be compiled one by one. One that fails will tell when it is launched.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(_Loading(threads, device), ignore_errors=True):
         token = _asked.set(set())
         try:
             yield
         finally:
             _asked.reset(token)
+
+
+class _Loading:
+    """An executor for `AsyncCompileMode`, whose jobs compile: it has what they compiled loaded, too.
+
+    That is what Triton leaves to a kernel's first launch. It has a C compiler build a launcher for each signature (once
+    a machine), which takes as long as the kernel.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, device: torch.device) -> None:
+        self._threads = threads
+        self._device = device
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        return self._threads.submit(self._compile_and_load, compile_kernel)
+
+    def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with torch.cuda.device(self._device):
+            _ = kernel.run  # looking at it loads
+        return kernel
 
 
 @triton.jit
