@@ -78,7 +78,7 @@ async def test_a_replayed_step_lasts_as_long_as_the_card_says(monkeypatch):
         assert sum(took for took, _ in found) < 0.95 * sum(plain for _, plain in found)
 
 
-async def test_what_a_load_launches_was_compiled_ahead(monkeypatch):
+async def test_what_a_load_launches_was_compiled_and_loaded_ahead(monkeypatch):
     import transformers
     import triton
 
@@ -96,6 +96,9 @@ async def test_what_a_load_launches_was_compiled_ahead(monkeypatch):
 
     monkeypatch.setattr(GraphRunner, "compile_ahead", compile_ahead)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: asked.append((about["fn"].name, ahead)))
+    loaded: list[tuple[str, bool]] = []
+    hooks = triton.knobs.runtime.kernel_load_start_hook
+    monkeypatch.setattr(hooks, "calls", [lambda _module, _function, name, *_: loaded.append((name, ahead))])
     config = tiny_model("qwen3").config
     config.vocab_size += 77  # sizes that no other test has: what has been compiled in this process is not asked for
     config.hidden_size, config.intermediate_size = 80, 208
@@ -105,7 +108,8 @@ async def test_what_a_load_launches_was_compiled_ahead(monkeypatch):
         assert engine.info().parity_error < 0.1
     names = {name.rpartition(".")[2] for name, _ in asked}
     assert {"_norm_kernel", "_scores_kernel", "_draw_kernel"} <= names
-    assert [name for name, in_time in asked if not in_time] == []
+    assert [name for name, in_time in asked + loaded if not in_time] == []
+    assert names <= {name for name, _ in loaded}
 
 
 async def test_a_forward_hook_sees_every_step_and_only_real_tokens():
