@@ -172,13 +172,17 @@ class StepLoop:
 
     def settle(self, flight: Flight, *, patience: float = 0.0) -> bool:
         """Commit a flight that has landed, unless somebody has. False: another turn is under way."""
-        return self.turn(partial(self._advance, flight), patience=patience)
+        return self.turn(partial(self._commit, flight), patience=patience)
 
-    def _advance(self, landed: Flight | None = None) -> None:
-        """What every driver does in a turn: commit what has landed, do what was asked, launch."""
+    def _commit(self, landed: Flight) -> None:
         try:
-            if landed is not None:
-                self._flights.finish(landed)
+            self._flights.finish(landed)
+        except Exception as error:
+            self._fail(error)
+
+    def _advance(self) -> None:
+        """In a turn, what every driver does next: what was asked, and launch."""
+        try:
             self.drain()
             while not self.closed and self._flights.begin() is not None:
                 pass
@@ -237,8 +241,9 @@ class StepLoop:
     async def _run(self, owner: object) -> None:
         """Await the oldest flight, commit it, launch the next; ends when nothing is in flight, or another drives.
 
-        Holds the engine (`owner`) meanwhile. Each turn has one checkpoint, in `_landed`: also where the flight has
-        landed and another thread is about to commit it.
+        Holds the engine (`owner`) meanwhile. Each flight has a checkpoint in `_landed`, also where it has landed and
+        another thread is about to commit it; and one between commit and launch while the device has work, so that the
+        loop stands still for one of them at a time.
         """
         task = asyncio.current_task()
         try:
@@ -248,6 +253,11 @@ class StepLoop:
                 self._recorder.record(Phase.AWAIT, start, time.perf_counter_ns(), flight.number)
                 if self._task is task:
                     self.settle(flight)
+                    following = self._flights.oldest
+                    if following is not None and not following.completion.done():
+                        await asyncio.sleep(0)
+                    if self._task is task:
+                        self.turn(self._advance)
             if self._task is task:
                 self._task = None  # at once: what is asked for before its callback runs gets a task of its own
         except (KeyboardInterrupt, SystemExit) as interrupt:

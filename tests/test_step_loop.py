@@ -18,6 +18,8 @@ import pytest
 
 from interactive_infer import Engine, ReentrantStepError, WrongLoopError
 from interactive_infer.core.flight import Driver
+from interactive_infer.core.step import StepResult
+from interactive_infer.waiting import Completion
 from tests.tiny_models import tiny_model
 
 PROMPT = [5, 9, 2, 7, 11, 3]
@@ -216,6 +218,59 @@ class TestLoops:
             await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
         unread.cancel()
         await within(reader)
+
+
+class TestTurns:
+    """What the loop stands still for, with a device that is done when the test says so."""
+
+    @pytest.fixture
+    async def device(self, engine, monkeypatch):
+        class Device:
+            def __init__(self):
+                self.flying, self.seen = [], []
+
+            def launch(self, plan):
+                self.seen.append("launch")
+                self.flying.append(Completion())
+                return self.flying[-1]
+
+            def land(self, count=1):
+                for _ in range(count):
+                    self.flying.pop(0).set_result(StepResult([7], [], {}))
+
+            async def until_launched(self):
+                while "launch" not in self.seen:
+                    await asyncio.sleep(0)
+
+        device, flights = Device(), engine._parts.flights
+        finish = flights.finish
+
+        def commit(flight):
+            finish(flight)
+            device.seen.append("commit")
+            asyncio.get_running_loop().call_soon(device.seen.append, "the loop's")
+
+        monkeypatch.setattr(engine._parts.runner, "launch", device.launch)
+        monkeypatch.setattr(flights, "finish", commit)
+        generation = ask(engine, [3], max_tokens=8)
+        while len(device.flying) < 2:
+            await asyncio.sleep(0)
+        yield device
+        generation.cancel()
+        while device.flying:
+            device.land()
+
+    async def test_while_the_device_works_the_loop_goes_between_commit_and_launch(self, device):
+        device.seen.clear()
+        device.land()
+        await within(device.until_launched())
+        assert device.seen[:3] == ["commit", "the loop's", "launch"]
+
+    async def test_a_device_without_work_is_given_some_at_once(self, device):
+        device.seen.clear()
+        device.land(2)
+        await within(device.until_launched())
+        assert device.seen[:2] == ["commit", "launch"]
 
 
 class TestSupervision:

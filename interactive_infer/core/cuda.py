@@ -45,11 +45,11 @@ def return_stream(stream: torch.cuda.Stream) -> None:
 
 
 class CUDADevice:
-    """One stream of a card, a thread that launches into it, one that waits for it.
+    """One stream of a card, into which one party at a time launches.
 
-    `submit` takes work and returns at once; work is launched in the order of `submit`, and its completion ends when the
-    card is done with it. Launching is the thread's alone: a short launch (a graph's replay) would be made sooner by the
-    caller, whose loop would stand still for it.
+    `submit` puts work on the stream and returns at once; the completion ends when the card is done with it. Long
+    launches (eager kernels, thousands of Python calls) are made by the launch thread. Short ones (a graph's replay) may
+    be made by the caller, `here`, while the launch thread has nothing: what was submitted first is launched first.
     After a device-side fault every CUDA call of the process fails: the device is `lost`.
     """
 
@@ -59,13 +59,17 @@ class CUDADevice:
         self._clock_stream = borrow_stream(torch_device)
         self.clock = DeviceClock(_recorder(self._clock_stream))
         self._closed = False
+        self._lock = threading.Lock()
+        self._num_queued = 0
         self._events: list[_Events] = []  # of work that is done, for the next
         self._thread = WorkThread(f"interactive_infer launch {torch_device}")
         self._waiter = Waiter(f"interactive_infer waiter {torch_device}") if waiting == "thread" else None
 
-    def submit(self, work: Callable[[], Callable[[], T]], *, took: Took | None = None) -> Completion[T]:
-        """Have `work` called with this device and stream current. It launches without waiting, and returns what reads
-        its result.
+    def submit(
+        self, work: Callable[[], Callable[[], T]], *, here: bool = False, took: Took | None = None
+    ) -> Completion[T]:
+        """Call `work` with this device and stream current. It launches without waiting, and returns what reads its
+        result.
 
         The completion ends with what that function returns once everything launched is done, or with what `work`
         raised, or with a DeviceError if the card failed. `took` says then how many ns it took by the card's own clock;
@@ -75,7 +79,14 @@ class CUDADevice:
         if self._closed:
             completion.set_exception(DeviceError("the device was closed"))
             return completion
-        self._thread.put(partial(self._launch, work, completion, took))
+        with self._lock:
+            here = here and self._num_queued == 0
+            if not here:
+                self._num_queued += 1
+        if here:
+            self._launch(work, completion, took, here=True)
+        else:
+            self._thread.put(partial(self._launch_queued, work, completion, took))
         return completion
 
     @property
@@ -102,7 +113,16 @@ class CUDADevice:
         return_stream(self.stream)
         return_stream(self._clock_stream)
 
-    def _launch(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
+    def _launch_queued(self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None) -> None:
+        try:
+            self._launch(work, completion, took, here=False)
+        finally:
+            with self._lock:
+                self._num_queued -= 1
+
+    def _launch(
+        self, work: Callable[[], Callable[[], T]], completion: Completion[T], took: Took | None, *, here: bool
+    ) -> None:
         begun_ns = time.perf_counter_ns()
         try:
             events = self._events.pop() if self._events else _events()
@@ -118,7 +138,8 @@ class CUDADevice:
         except BaseException as error:
             completion.set_exception(as_failure(error))
         else:
-            completion.launched_ns = begun_ns, time.perf_counter_ns()
+            if not here:
+                completion.launched_ns = begun_ns, time.perf_counter_ns()
             interval = partial(_interval, self.clock, self._events, events, took)
             if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)

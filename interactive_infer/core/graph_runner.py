@@ -184,7 +184,7 @@ class GraphRunner:
             return lambda: _read(flight.drawn, key, sampled, len(rows), replayed)
 
         took = flight.took if replayed and key is not None else None
-        return self._device.submit(work, took=took)
+        return self._device.submit(work, here=replayed and not leftover[0] and not histories, took=took)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them (masked keys still meet their values)."""

@@ -94,10 +94,10 @@ class Card(CPUDevice):
     def __init__(self, torch_device: torch.device, waiting: str) -> None:
         super().__init__()
         self.stream = Stream()
-        self.replayed = 0
+        self.here = 0
 
-    def submit(self, work: Callable[[], Callable[[], Any]], *, took: Any = None) -> Any:
-        self.replayed += took is not None
+    def submit(self, work: Callable[[], Callable[[], Any]], *, here: bool = False, took: Any = None) -> Any:
+        self.here += here
         return super().submit(work)
 
 
@@ -146,7 +146,7 @@ async def run(name: str) -> dict[str, Any]:
         expected = [reference(model, prompt(n)) for n in lengths]
         found["together"] = await greedy(engine, *lengths) == expected
         found["layers"], found["launches"] = engine.info().layers, engine.info().launches
-        found["replayed"] = engine._parts.device.replayed
+        found["launched on the loop"] = engine._parts.device.here
 
         hook = model.register_forward_hook(lambda *_: None)
         found["with a hook"] = (await greedy(engine, 17))[0] == expected[0]
@@ -220,9 +220,9 @@ async def hook_at_load() -> dict[str, Any]:
             each.remove()
 
         found["text, first time without"] = (await greedy(engine, 9))[0] == expected
-        replayed = engine._parts.device.replayed
+        here = engine._parts.device.here
         found["text, second time without"] = (await greedy(engine, 9))[0] == expected
-        found["replayed"] = engine._parts.device.replayed - replayed
+        found["replayed"] = engine._parts.device.here - here
         found["captured without"] = graphs.forwards()
         found["seen without"] = sum(tokens)
         found["launches without"], found["layers without"] = engine.info().launches, engine.info().layers
@@ -250,7 +250,7 @@ async def captures_that_fail() -> dict[str, Any]:
 async def fixed_rope() -> dict[str, Any]:
     async with await load_small("phi3_longrope") as engine:
         await greedy(engine, 5)
-        return {"launches": engine.info().launches, "replayed": engine._parts.device.replayed}
+        return {"launches": engine.info().launches, "launched on the loop": engine._parts.device.here}
 
 
 async def smallest_cache() -> dict[str, Any]:

@@ -115,43 +115,60 @@ def test_how_long_the_card_says_it_took_counts_from_the_end(device):
         Card.now += 2.5
         return lambda: None
 
-    completion = device.submit(work, took=lambda: 1_000_000)
+    completion = device.submit(work, here=True, took=lambda: 1_000_000)
     done(completion)
     assert completion.end_ns - completion.start_ns == 1_000_000
     assert begin.at is None, "an event that nobody asks takes the card's time"
 
 
-def test_the_thread_launches_in_order_and_says_when(device):
-    by, gate = [], threading.Event()
+def test_a_quick_launch_is_made_by_the_caller_unless_others_are_before_it(device):
+    here = threading.current_thread()
+    by = []
 
-    def work(before=lambda: None):
-        before()
+    def work():
         by.append(threading.current_thread())
         return lambda: None
 
+    done(device.submit(work, here=True))
+    assert by == [here]
+
+    gate, order = threading.Event(), []
+    slow = device.submit(lambda: (gate.wait(10), order.append("slow"), lambda: None)[-1])
+    quick = device.submit(lambda: (order.append("quick"), lambda: None)[-1], here=True)
+    assert not order, "it may not overtake"
+    gate.set()
+    done(slow), done(quick)
+    assert order == ["slow", "quick"]
+    done(device.submit(work, here=True))
+    assert by[-1] is here
+
+
+def test_what_is_left_to_the_thread_says_when_it_was_launched(device):
+    gate = threading.Event()
     before = time.perf_counter_ns()
-    first = device.submit(lambda: work(lambda: gate.wait(10)))
-    second = device.submit(work)
+    first = device.submit(lambda: (gate.wait(10), lambda: None)[-1])
+    second = device.submit(lambda: lambda: None, here=True)  # behind it
     left = time.perf_counter_ns()
-    assert not by, "whoever submits goes on"
     gate.set()
     done(first), done(second)
-    assert by[0] is by[1] is not threading.current_thread()
     for completion in (first, second):
         start, end = completion.launched_ns
         assert before <= start <= end <= time.perf_counter_ns()
     assert first.launched_ns[1] >= left
     assert second.launched_ns[0] >= first.launched_ns[1]
+    here = device.submit(lambda: lambda: None, here=True)
+    done(here)
+    assert here.launched_ns is None
 
 
 def test_a_failing_launch_fails_its_completion_alone(device):
     def bad():
         raise ValueError("a hook's own")
 
-    failed = device.submit(bad)
+    failed = device.submit(bad, here=True)
     with pytest.raises(ValueError, match="own"):
         done(failed)
-    assert done(device.submit(lambda: lambda: 1)) == 1
+    assert done(device.submit(lambda: lambda: 1, here=True)) == 1
 
 
 def test_out_of_memory_comes_with_numbers_and_a_remedy(device):
@@ -184,11 +201,13 @@ def test_a_lost_card_reaches_everybody_and_says_what_to_do(card, where, waiting)
 @pytest.mark.parametrize("waiting", ["spin", "block"])
 def test_who_polls_needs_no_thread_of_ours(waiting):
     device = CUDADevice(PLACE, waiting)
-    assert done(device.submit(lambda: lambda: 5)) == 5
+    completion = device.submit(lambda: lambda: 5, here=True)
+    assert completion.done()
+    assert completion.result() == 5
     held = Event()
     held.held.clear()
     device._events.append((Event(), held))
-    later = device.submit(lambda: lambda: 6)
+    later = device.submit(lambda: lambda: 6, here=True)
     assert not later.done()
     assert not later.wait(0.01)
     held.held.set()
@@ -199,7 +218,7 @@ def test_who_polls_needs_no_thread_of_ours(waiting):
 def test_two_who_poll_read_a_result_once():
     device, read = CUDADevice(PLACE, "spin"), []
     for number in range(100):
-        completion = device.submit(lambda number=number: lambda: read.append(number))
+        completion = device.submit(lambda number=number: lambda: read.append(number), here=True)
         barrier, failed = threading.Barrier(2), []
 
         def poll(completion=completion, barrier=barrier, failed=failed):
@@ -262,7 +281,7 @@ def test_a_closed_device_takes_nothing(device):
     held = Event()
     held.held.clear()
     device._events.append((Event(), held))
-    pending = device.submit(lambda: lambda: 1)
+    pending = device.submit(lambda: lambda: 1, here=True)
     device.close()
     with pytest.raises(EngineClosedError):
         done(pending)

@@ -56,8 +56,8 @@ def test_which_layers_are_fused(found):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_are_replayed(found, name):
-    assert found[name]["replayed"] > 4
+def test_steps_that_are_replayed_are_launched_by_the_caller(found, name):
+    assert found[name]["launched on the loop"] > 4
 
 
 def test_a_hook_at_load_is_captured_nowhere(found):
@@ -98,7 +98,7 @@ def test_a_forward_that_cannot_be_captured_is_warned_of_once_and_runs(found):
 def test_positions_that_the_engine_fixed_do_not_keep_a_model_from_its_graphs(found):
     case = found["fixed_rope"]
     assert "CUDA graphs" in case["launches"]
-    assert case["replayed"] > 0
+    assert case["launched on the loop"] > 0
 
 
 def test_a_cache_smaller_than_the_texts_of_the_check(found):
