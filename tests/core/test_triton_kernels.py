@@ -358,6 +358,27 @@ def check_prefetch() -> None:
     assert len(asked) == 6 * 4
 
 
+def check_reply(_: torch.dtype, device: str) -> None:
+    """More words than one round takes, to an address that is read on the card; and none to address 0."""
+    from interactive_infer.core.kernels.triton_reply import note_begin, reply
+
+    result = torch.arange(2500, dtype=torch.int64, device=device)
+    host = torch.full((2500,), -1, dtype=torch.int64, pin_memory=device == "cuda")
+    to = torch.tensor([host.data_ptr(), 0], device=device)
+    reply(result, to[1:], 2500)
+    for words in (2, 1024, 2100):
+        host.fill_(-1)
+        note_begin(result)
+        reply(result, to, words)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            begun, ended = host[:2].tolist()
+            assert 2500 < begun <= ended < begun + 60 * 10**9, "the card's clock, in ns"
+        else:
+            assert host[:2].tolist() == [0, 1]
+        assert host[2:].tolist() == [*range(2, words), *[-1] * (2500 - words)]
+
+
 ROPES = {
     "llama": dict(tokens=5, heads=4, kv_heads=2, head_dim=64, rot=64, norms=False),
     "normed": dict(tokens=3, heads=6, kv_heads=3, head_dim=128, rot=128, norms=True),
@@ -380,6 +401,7 @@ CHECKS: dict[str, Callable[[torch.dtype, str], None]] = {
     "silu_mul": check_silu_mul,
     "store": check_store,
     "plans": check_plans,
+    "reply": check_reply,
 }
 
 # ------------------------------------------------------------------------------------------------------ on the CPU
