@@ -145,6 +145,7 @@ class Parts:
             from interactive_infer.core.cuda import CUDADevice, missing_for_kernels
 
             self.device = device = CUDADevice(place, self._waiting)
+            self._undo.append(device.give_back)  # last: its runner waits for what is on its streams
             missing = missing_for_kernels(place)
             if missing is None:
                 from interactive_infer.core.graph_runner import GraphRunner

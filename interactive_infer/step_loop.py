@@ -175,10 +175,12 @@ class StepLoop:
         return self.turn(partial(self._commit, flight), patience=patience)
 
     def _commit(self, landed: Flight) -> None:
+        """In a turn."""
         try:
             self._flights.finish(landed)
         except Exception as error:
             self._fail(error)
+        self._recorder.runnable(time.perf_counter_ns(), self._scheduler.num_runnable)
 
     def _advance(self) -> None:
         """In a turn, what every driver does next: what was asked, and launch."""
@@ -190,7 +192,7 @@ class StepLoop:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """In a turn: what nobody could handle. Its state may be anything, so nothing goes on from it."""
+        """In a turn: what nobody could handle. What is unfinished may be in any state, so all of it ends."""
         _log.error("engine %s failed in a step; everything unfinished ends with it", self._name, exc_info=error)
         self._ledger.end_all("error", error)
 
@@ -242,8 +244,8 @@ class StepLoop:
         """Await the oldest flight, commit it, launch the next; ends when nothing is in flight, or another drives.
 
         Holds the engine (`owner`) meanwhile. Each flight has a checkpoint in `_landed`, also where it has landed and
-        another thread is about to commit it; and one between commit and launch while the device has work, so that the
-        loop stands still for one of them at a time.
+        another thread is about to commit it; and one between its commit and the next launch while the device has work,
+        so that the loop stands still for one of them at a time.
         """
         task = asyncio.current_task()
         try:
@@ -264,12 +266,14 @@ class StepLoop:
             # From a callback it reaches whoever runs the loop, without a task that reports it again later.
             asyncio.get_running_loop().call_soon(_raise, interrupt)
         except Exception as error:
-            self.turn(partial(self._fail, error), patience=_POLL_S)
+            self.post(partial(self._fail, error))
 
     async def _landed(self, flight: Flight) -> None:
         if self._waiting == "block":
             flight.completion.wait()
+            await asyncio.sleep(0)
         elif self._waiting == "spin":
+            await asyncio.sleep(0)
             while not flight.completion.done():
                 await asyncio.sleep(0)
         else:

@@ -272,6 +272,40 @@ class TestTurns:
         await within(device.until_launched())
         assert device.seen[:2] == ["commit", "launch"]
 
+    async def test_with_one_in_flight_the_next_is_launched_at_once(self, engine, device):
+        engine._parts.flights._max_in_flight = 1
+        device.land()
+        while len(engine._parts.flights) > 1 or device.seen[-1] != "the loop's":
+            await asyncio.sleep(0)
+        device.seen.clear()
+        device.land()
+        await within(device.until_launched())
+        assert device.seen[:2] == ["commit", "launch"]
+
+    async def test_a_task_cancelled_between_commit_and_launch_is_started_again(self, engine, device):
+        device.seen.clear()
+        device.land()
+        while "commit" not in device.seen:
+            await asyncio.sleep(0)
+        assert "launch" not in device.seen
+        engine._steps._task.cancel()
+        await within(device.until_launched())
+        assert device.seen.count("commit") == 1
+
+    @pytest.mark.parametrize("waiting", ["spin", "block"])
+    async def test_the_loop_has_an_iteration_a_step_however_it_waits(self, waiting):
+        engine, seen = load(waiting=waiting, steps_in_flight=1), []
+        generation = ask(engine, max_tokens=20)
+
+        async def look():
+            while generation.finish_reason is None:
+                seen.append(len(generation.token_ids))
+                await asyncio.sleep(0)
+
+        await within(look())
+        assert set(range(1, 20)) <= set(seen)
+        await engine.close()
+
 
 class TestSupervision:
     async def test_a_listener_that_raises_is_logged_and_disturbs_nobody(self, engine, caplog):

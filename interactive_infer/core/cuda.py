@@ -110,6 +110,9 @@ class CUDADevice:
         self._thread.close()
         if self._waiter is not None:
             self._waiter.close()
+
+    def give_back(self) -> None:
+        """Its streams, once nothing is on them."""
         return_stream(self.stream)
         return_stream(self._clock_stream)
 
@@ -131,12 +134,10 @@ class CUDADevice:
                     events[0].record(self.stream)
                 read = work()
                 events[1].record(self.stream)
-        except torch.OutOfMemoryError as error:
-            completion.set_exception(_out_of_memory(self.torch_device, error))
-        except torch.AcceleratorError as error:
-            completion.set_exception(device_error(error))
         except BaseException as error:
-            completion.set_exception(as_failure(error))
+            with contextlib.suppress(torch.AcceleratorError):
+                self.stream.synchronize()  # what it did launch uses memory that the next one may get
+            completion.set_exception(self._failure(error))
         else:
             if not here:
                 completion.launched_ns = begun_ns, time.perf_counter_ns()
@@ -144,7 +145,12 @@ class CUDADevice:
             if self._waiter is not None:
                 self._waiter.watch(events[1], completion, read, interval=interval)
             elif isinstance(completion, _Polled):
-                completion.poll(events[1], read, interval)
+                completion.launched(events[1], read, interval)
+
+    def _failure(self, error: BaseException) -> Exception:
+        if isinstance(error, torch.OutOfMemoryError):
+            return _out_of_memory(self.torch_device, error)
+        return device_error(error) if isinstance(error, torch.AcceleratorError) else as_failure(error)
 
 
 class _Polled(Completion[T]):
@@ -158,8 +164,8 @@ class _Polled(Completion[T]):
         self._asking = threading.Lock()
         self._launched = False
 
-    def poll(self, event: torch.cuda.Event, read: Callable[[], T], interval: Callable[[], tuple[int, int]]) -> None:
-        """It is launched; done when `event` is reached."""
+    def launched(self, event: torch.cuda.Event, read: Callable[[], T], interval: Callable[[], tuple[int, int]]) -> None:
+        """Done when `event` is reached."""
         self._event, self._read, self._interval = event, read, interval
         self._launched = True
 
@@ -170,7 +176,7 @@ class _Polled(Completion[T]):
                 if not super().done() and self._event.query():
                     value, (start_ns, end_ns) = self._read(), self._interval()
                     self.set_result(value, start_ns=start_ns, end_ns=end_ns)
-            except torch.AcceleratorError as error:
+            except BaseException as error:  # as a `Waiter` does
                 self.set_exception(device_error(error))
             finally:
                 self._asking.release()
@@ -195,10 +201,11 @@ def _events() -> _Events:
 
 
 def _interval(clock: DeviceClock, free: list[_Events], events: _Events, took: Took | None) -> tuple[int, int]:
+    begin_ns = clock.ns(events[0]) if took is None else 0
     end_ns = clock.ns(events[1])
-    start_ns = clock.ns(events[0]) if took is None else end_ns - took()
     free.append(events)
-    return start_ns, end_ns
+    start_ns = begin_ns if took is None else end_ns - took()
+    return min(start_ns, end_ns), end_ns
 
 
 def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> DeviceError:
@@ -206,7 +213,7 @@ def _out_of_memory(device: torch.device, error: torch.OutOfMemoryError) -> Devic
     try:
         torch.cuda.empty_cache()  # what others need may be there, in pieces of another size
         free, total = torch.cuda.mem_get_info(device)
-    except torch.AcceleratorError as lost:
+    except RuntimeError as lost:
         return device_error(lost)
     failure = DeviceError(
         f"out of memory on {device} at a step's launch ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free): "

@@ -60,8 +60,8 @@ class FlightQueue:
     """Steps in flight, oldest first.
 
     `begin` plans and launches one, `finish` commits the oldest, `end` ends a sequence; whoever calls one of them has
-    `driver`: the loop's task, or `generate_sync` in its place. Each flight is committed exactly once, in launch order,
-    by whoever comes first; others find it finished.
+    `driver`: the loop's task, `generate_sync` in its place, or a thread that asks while no loop runs. Each flight is
+    committed exactly once, in launch order, by whoever comes first; others find it finished.
     """
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, recorder: Recorder, *, max_in_flight: int) -> None:

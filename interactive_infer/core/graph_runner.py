@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -23,20 +24,29 @@ from interactive_infer.core.attention.triton_paged import paged_attention
 from interactive_infer.core.cuda import CUDADevice
 from interactive_infer.core.decoder import FusedDecoder, Ops
 from interactive_infer.core.device import WorkThread
-from interactive_infer.core.graphs import Graphs, Shape, Shapes
+from interactive_infer.core.graphs import Graphs
 from interactive_infer.core.kernels import triton_linear, triton_ops
 from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, is_compiling_ahead
-from interactive_infer.core.kernels.triton_reply import note_begin, reply
+from interactive_infer.core.kernels.triton_reply import reply, write_clock
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
 from interactive_infer.core.pools import KVPools, LayerShape
 from interactive_infer.core.sampler_triton import TritonSampler
-from interactive_infer.core.sampling_packed import Drawn, PackedBuffer, PackedInputs, PackedKey, PackedOutputs, padding
+from interactive_infer.core.sampling_packed import (
+    Drawn,
+    PackedBuffer,
+    PackedInputs,
+    PackedKey,
+    PackedOutputs,
+    TooShortError,
+    padding,
+)
 from interactive_infer.core.sampling_table import LOGPROBS_ROOMS, SamplingTable
 from interactive_infer.core.scheduler import Plan, Row
+from interactive_infer.core.shapes import Shape, Shapes
 from interactive_infer.core.staging import Layout, PageTables, exact_shape, fill
 from interactive_infer.core.step import StepResult, below_min_tokens, keep_table, layers_in_words
-from interactive_infer.core.step_memory import CardMemory, FlightMemory, result_words
+from interactive_infer.core.step_memory import ENDED, CardMemory, FlightMemory, result_words
 from interactive_infer.sampling import MAX_LOGPROBS
 from interactive_infer.timeline.recorder import Phase, Recorder
 from interactive_infer.waiting import Completion
@@ -56,8 +66,8 @@ _OPS = cast(
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
-_SAMPLING_BYTES = 4 << 20
-"""Room for a step's sampling parameters: a quarter of a million entries of logit bias. More are sent on their own."""
+_SAMPLING_BYTES = 2 << 20
+"""At least so much room has a step's sampling; with a quarter of a million entries of logit bias it goes on its own."""
 
 
 class _ChangedError(Exception):
@@ -69,7 +79,7 @@ class GraphRunner:
 
     State on the card: one key and one value pool a layer, `[pages + 1, page_size, kv_heads, head_dim]` (page 0 is the
     null page); page tables and the last sampled token by slot; a step's inputs, logits and tokens; the sampler's state.
-    All of it belongs to one stream, on which steps run in order. Each flight has pinned buffers of its own.
+    All of it belongs to one stream, on which steps run in order. Each step in flight has pinned memory of its own.
 
     A graph is captured from a shape that has run once. `capture_all` does so for every shape that steps come in; what
     it was not asked for runs eagerly the first time, through the launch thread, and is captured on a thread meanwhile.
@@ -111,14 +121,15 @@ class GraphRunner:
         self._shapes = Shapes(max_batch_size, max_step_tokens)
         self._layouts = {shape: self._layout(shape) for shape in self._shapes.all()}
         drawn = PackedKey(max_batch_size, logprobs=MAX_LOGPROBS).output_nbytes
-        self._memory = CardMemory(list(self._layouts.values()), _SAMPLING_BYTES, drawn, card)
-        self._flights = [FlightMemory(self._memory) for _ in range(steps_in_flight + 1)]
-        self._turn = 0
+        self._memory = CardMemory(self._layouts.values(), _SAMPLING_BYTES, drawn, card)
+        self._flight_memories = [FlightMemory(self._memory) for _ in range(steps_in_flight)]
+        self._next_memory = 0
         self._looked_at = 0.0
         self._graphs = Graphs(card)
         self._capturing = WorkThread(f"interactive_infer capture {card}")
         self._asked: set[Shape | PackedKey] = set()
         self._uncapturable: str | None = None
+        self._forward_captured = False
         self._closed = False
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -154,22 +165,21 @@ class GraphRunner:
     def launch(self, plan: Plan) -> Completion[StepResult]:
         """Put a step on the card; returns at once."""
         rows = plan.rows
-        flight = self._flights[self._turn]
-        self._turn = (self._turn + 1) % len(self._flights)
+        memory = self._flight_memories[self._next_memory]
         changed = self._changed()
         shape = exact_shape(plan)
         if not changed and self._uncapturable is None:
             shape = self._shapes.choose(shape)
         layout = self._layouts.get(shape) or self._layout(shape)
-        leftover = fill(layout, flight.arrays(layout), rows, self._tables)
+        leftover = fill(layout, memory.arrays(layout), rows, self._tables)
         histories = keep_table(self._table, rows)
         sampled = [index for index, row in enumerate(rows) if row.samples]
-        key, large = self._pack_sampling([rows[index] for index in sampled], flight.sampling)
+        key, large = self._pack_sampling([rows[index] for index in sampled], memory.sampling)
         captured = key is None or (key in self._graphs and large is None)
         replayed = not changed and shape in self._graphs and captured
 
         def work() -> Callable[[], StepResult]:
-            flight.send(layout, key if large is None else None)
+            memory.send(layout, key if large is None else None)
             sampling = self._memory.sampling
             if large is not None:
                 sampling = torch.from_numpy(large).to(self._device.torch_device)
@@ -181,9 +191,10 @@ class GraphRunner:
             if key is None:
                 return lambda: StepResult([-1] * len(rows), [], {}, replayed)
             self._run(key, lambda: self._sample(key, sampling), capture=large is None)
-            return lambda: _read(flight.drawn, key, sampled, len(rows), replayed)
+            return lambda: _read(memory.drawn, key, sampled, len(rows), replayed)
 
-        took = flight.took if replayed and key is not None else None
+        took = memory.took if replayed and key is not None else None
+        self._next_memory = (self._next_memory + 1) % len(self._flight_memories)
         return self._device.submit(work, here=replayed and not leftover[0] and not histories, took=took)
 
     def scrub(self, pages: list[int]) -> None:
@@ -218,7 +229,7 @@ class GraphRunner:
         padded = self._shapes.rows(len(rows))
         try:
             return self._table.pack(slots, positions, forbid_stop, padded, into), None
-        except ValueError:  # it is too short
+        except TooShortError:
             large = np.zeros(self._table.packed_nbytes(padded), np.uint8)
             return self._table.pack(slots, positions, forbid_stop, padded, PackedBuffer(large)), large
 
@@ -234,7 +245,7 @@ class GraphRunner:
             return
         with torch.no_grad():
             work()
-        if capture and key not in self._asked and self._uncapturable is None:
+        if capture and key not in self._asked and not (isinstance(key, Shape) and self._uncapturable is not None):
             self._asked.add(key)
             self._capturing.put(lambda: self._capture(key, work))
 
@@ -251,27 +262,28 @@ class GraphRunner:
         def look_work_look() -> None:  # its owner may add a hook at any moment
             look()
             if forward:
-                note_begin(self._memory.result)
+                write_clock(self._memory.begun)
             work()
             look()
 
         try:
             with self._recorder.span(Phase.CAPTURE):
-                self._graphs.capture(key, look_work_look)
+                self._graphs.capture(key, look_work_look, uses_blas=forward)
+            self._forward_captured |= forward
         except Exception as error:
             if forward and (isinstance(error, _ChangedError) or self._watch.change() is not None):
                 self._asked.discard(key)  # a step asks again once the model is what it was
                 return
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'it says no more')}"
-            if forward:
+            if forward and not self._forward_captured:
                 self._uncapturable = why
                 warnings.warn(
                     f"the model's forward cannot be captured in a CUDA graph ({why}): steps are launched one kernel at "
                     "a time, which is several times slower than this card could be",
                     stacklevel=2,
                 )
-            else:  # this kind of sampling alone
-                _log.warning("sampling of kind %s is launched kernel by kernel, its capture failed: %s", key, why)
+            else:  # this one alone
+                _log.warning("steps of %s are launched kernel by kernel, their capture failed: %s", key, why)
 
     @torch.no_grad()
     def _forward(self, layout: Layout, by_modules: bool) -> None:
@@ -338,7 +350,7 @@ class GraphRunner:
             PackedOutputs.views(self._memory.drawn, key),
             self._last_token,
         )
-        reply(self._memory.result, self._memory.reply_to, result_words(key))
+        reply(self._memory.result, self._memory.reply_to, result_words(key), clock_at=ENDED)
 
     # -- before the first and after the last step ------------------------------------------------------------------
 
@@ -419,7 +431,7 @@ class GraphRunner:
         for a compiler. Those of penalties and bias would take memory for good, `[max_batch_size, vocab_size]` twice,
         from engines that never have any.
         """
-        yield None, partial(note_begin, self._memory.result)
+        yield None, partial(write_clock, self._memory.begun)
         for shape in self._shapes.all():
             layout = self._layouts[shape]
             self._memory.inputs(layout).copy_(torch.from_numpy(layout.padding))
@@ -442,13 +454,14 @@ class GraphRunner:
         """Let go of model, pools, graphs and state; nothing may be in flight."""
         self._closed = True
         self._capturing.close()
+        if not self._device.lost:
+            with contextlib.suppress(torch.AcceleratorError):
+                self._device.stream.synchronize()  # a loop that was closed left steps in flight: they write to the host
         if self._device.lost:
             # torch records an event when it frees pinned memory, and ends the process where that fails.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._flights))
-        else:
-            self._device.stream.synchronize()  # a loop that was closed left steps in flight, which write to their host
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._flight_memories))
         self._graphs.clear()
-        del self.decoder, self._own_watch, self._own_forward, self._sampler, self._flights
+        del self.decoder, self._own_watch, self._own_forward, self._sampler, self._flight_memories
         del self._page_table, self._last_token, self._logits, self._memory
         self._pools.free()
         self._layers = {}

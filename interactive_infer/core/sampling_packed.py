@@ -1,6 +1,6 @@
-"""A step's sampling on its way to a card and back: one buffer each way, so one copy each way.
+"""How a step's sampling, its inputs and its results, lies in a card's memory and in the host's.
 
-Both buffers are cut into sections whose places depend on a `PackedKey` alone, so a CUDA graph captured for a key
+Both are cut into sections whose places depend on a `PackedKey` alone, so a CUDA graph captured for a key
 serves every step of that key.
 """
 
@@ -17,6 +17,9 @@ from torch import Tensor
 
 REALS = 7
 WHOLE = 6
+PADDING_REALS = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5])
+"""`reals` and, with its slot behind, `whole` of a row of padding: greedy, without anything else."""
+PADDING_WHOLE = (1, 0, 0, -1, 0)
 _ALIGN = 16  # bytes: the kernels' vector loads, whatever the number of rows
 _TORCH = {"f8": torch.float64, "f4": torch.float32, "i4": torch.int32}
 _Sections = dict[str, tuple[str, tuple[int, ...]]]
@@ -71,8 +74,12 @@ class PackedKey:
 
     @cached_property
     def output_nbytes(self) -> int:
-        """Bytes that come back."""
+        """Bytes of a step's results."""
         return _nbytes(self.output_sections)
+
+
+class TooShortError(ValueError):
+    """A buffer has no room for a step's sampling."""
 
 
 class PackedBuffer:
@@ -88,11 +95,11 @@ class PackedBuffer:
         self._sections: dict[PackedKey, dict[str, npt.NDArray[Any]]] = {}
 
     def sections(self, key: PackedKey) -> dict[str, npt.NDArray[Any]]:
-        """Where a step of `key` has its inputs. ValueError where the buffer is shorter than they are."""
+        """Where a step of `key` has its inputs. TooShortError where the buffer is shorter than they are."""
         found = self._sections.get(key)
         if found is None:
             if key.input_nbytes > self.nbytes:
-                raise ValueError(f"the buffer has {self.nbytes} bytes, and this step's sampling {key.input_nbytes}")
+                raise TooShortError(f"the buffer has {self.nbytes} bytes, and this step's sampling {key.input_nbytes}")
             found = self._sections[key] = arrays(self._array, key.input_sections)
         return found
 
@@ -147,7 +154,7 @@ class Drawn:
 
     @classmethod
     def read(cls, host: npt.NDArray[np.uint8], key: PackedKey, rows: int) -> Drawn:
-        """From the copy of the output buffer; `rows` without the padding. Keeps no reference to `host`."""
+        """From the host's memory of a step's results; `rows` without the padding. Keeps no reference to `host`."""
         sections = arrays(host, key.output_sections)
         invalid = sections["invalid"][:rows]
         logprobs: dict[int, tuple[float, int, list[int], list[float]]] = {}
@@ -199,6 +206,6 @@ def padding(key: PackedKey, dummy_slot: int) -> npt.NDArray[np.uint8]:
     """The inputs of a step of `key` whose rows are all padding: greedy, into the slot past the last."""
     buffer = np.zeros(key.input_nbytes, np.uint8)
     sections = arrays(buffer, key.input_sections)
-    sections["reals"][:] = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5])[:, None]
-    sections["whole"][:] = np.array([1, 0, 0, -1, 0, dummy_slot])[:, None]
+    sections["reals"][:] = PADDING_REALS[:, None]
+    sections["whole"][:] = np.array([*PADDING_WHOLE, dummy_slot])[:, None]
     return buffer

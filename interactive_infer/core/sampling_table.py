@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from interactive_infer.core.sampling_packed import PackedBuffer, PackedKey
+from interactive_infer.core.sampling_packed import PADDING_REALS, PADDING_WHOLE, PackedBuffer, PackedKey
 from interactive_infer.sampling import MAX_LOGPROBS, SamplingParams
 
 Ints = npt.NDArray[np.int64]
@@ -43,8 +43,6 @@ LOGPROBS_ROOMS = (0, 5, MAX_LOGPROBS)
 
 _AHEAD = 32
 """How many of a slot's random numbers are made at once."""
-
-_PADDING = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5])  # of `reals`
 
 _PHILOX_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _PHILOX_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
@@ -260,8 +258,8 @@ class SamplingTable:
         """`rows(slots, positions, forbid_stop)` for the sampler of a card, padded to `rows` rows, written into a
         buffer, to which nobody else writes.
 
-        `packed_nbytes(rows)` bytes are enough; in a shorter one it is a ValueError. Padding is greedy, and its slot is
-        the one past the last. From step to step only the uniforms change: the rest is left as it is.
+        `packed_nbytes(rows)` bytes are enough; in a shorter one it may be a TooShortError. Padding is greedy, and its
+        slot is the one past the last. From step to step only the uniforms change: the rest is left as it is.
         """
         count, end = len(slots), len(self._flags)
         step = (self._version, rows, slots.tobytes())
@@ -290,9 +288,9 @@ class SamplingTable:
         reals = sections["reals"]
         reals[:UNIFORM, :count] = self._reals[:, slots]
         reals[UNIFORM, :count] = self._uniforms(slots, positions) if some & _DRAWN else 0.5
-        reals[:, count:] = _PADDING[:, None]
+        reals[:, count:] = PADDING_REALS[:, None]
         sections["whole"][:, :count] = whole
-        sections["whole"][:, count:] = [[1], [0], [0], [-1], [0], [end]]
+        sections["whole"][:, count:] = np.array([*PADDING_WHOLE, end])[:, None]
         sections["whole"][SLOT, :count] = slots
         if sparse is None:
             sections["sparse_start"][:] = 0

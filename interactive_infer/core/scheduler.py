@@ -48,7 +48,7 @@ class Plan:
 
 
 class Scheduler:
-    """Plans steps over the sequences of one engine; every method runs on the engine's loop.
+    """Plans steps over the sequences of one engine; whoever calls a method has the driver (see `FlightQueue`).
 
     A sequence is in exactly one place: `waiting` (in order of arrival), `running` (likewise), `paused`, or none once
     finished. Decoding sequences are planned before prefill chunks, so a long prompt never holds up a stream; both

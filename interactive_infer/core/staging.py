@@ -13,9 +13,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from interactive_infer.core.attention.batch import StepBatch
-from interactive_infer.core.graphs import Shape
 from interactive_infer.core.kv_cache import NULL_PAGE
 from interactive_infer.core.scheduler import Plan, Row
+from interactive_infer.core.shapes import Shape
 
 Ints = npt.NDArray[np.int64]
 

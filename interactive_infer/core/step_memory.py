@@ -4,39 +4,47 @@ Both sides have the same layout, in bytes:
 
     | inputs, up to their end | reply to, 16 | sampling, from its start |
 
-so what one step has of each lies in one piece, while each begins or ends at a place of its own, which graphs know.
+Where inputs end and sampling begins is fixed, so the addresses that a graph has captured are, too; and whatever a step
+has of both is one piece. A result begins with two readings of the card's clock, then comes what was drawn.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from interactive_infer.core.graphs import Shape
 from interactive_infer.core.sampling_packed import PackedBuffer, PackedKey
+from interactive_infer.core.shapes import Shape
 from interactive_infer.core.staging import Ints, Layout
 
 _REPLY_TO_BYTES = 16
-_TIMES_WORDS = 2
+_BEGUN, ENDED, _TIMES_WORDS = 0, 1, 2
 _MOST_VIEWS = 512
 
 
 class CardMemory:
     """What one step after the other reads and writes on the card.
 
-    `reply_to`: int64 [2], of which the first is where on the host its result goes, 0 for nowhere; `sampling`: uint8;
-    `result`: int64, the card's clock at the step's begin and end, then what was drawn; `drawn`: uint8, that.
+    `bytes`: all of what is sent; `reply_to`: int64 [2] of it, first the host's address for the result, 0 for nowhere;
+    `sampling`: uint8, the rest of it from there on, at least `sampling_nbytes`.
+    `result`: int64, of which `begun` is the word with the clock at the step's begin, number ENDED that at its end;
+    `drawn`: the rest of it, uint8 [drawn_nbytes], which is a multiple of 8.
     """
 
-    def __init__(self, layouts: list[Layout], sampling_nbytes: int, drawn_nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, layouts: Iterable[Layout], sampling_nbytes: int, drawn_nbytes: int, device: torch.device
+    ) -> None:
         self.inputs_nbytes = max(_nbytes(layout) for layout in layouts)
-        self.bytes = torch.zeros(
-            self.inputs_nbytes + _REPLY_TO_BYTES + sampling_nbytes, dtype=torch.uint8, device=device
-        )
+        nbytes = self.inputs_nbytes + _REPLY_TO_BYTES + sampling_nbytes
+        nbytes = 1 << (nbytes - 1).bit_length()  # torch takes so much pinned memory for it anyway
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         inputs, self.reply_to, self.sampling = _parts(self.bytes, self.inputs_nbytes)
         self._inputs = inputs
         self.result = torch.zeros(_TIMES_WORDS + drawn_nbytes // 8, dtype=torch.int64, device=device)
+        self.begun = self.result[_BEGUN:ENDED]
         self.drawn = self.result[_TIMES_WORDS:].view(torch.uint8)
 
     def inputs(self, layout: Layout) -> Tensor:
@@ -46,7 +54,10 @@ class CardMemory:
 
 
 class FlightMemory:
-    """The same in pinned memory, of one flight, which also has its step's result. Views of it are kept by layout."""
+    """Pinned memory of one step in flight: what is sent, laid out as on the card, and its result.
+
+    Views are kept, so that a step makes none.
+    """
 
     def __init__(self, card: CardMemory) -> None:
         self._card = card
@@ -71,7 +82,8 @@ class FlightMemory:
         return arrays
 
     def send(self, layout: Layout, key: PackedKey | None) -> None:
-        """Copy a step's inputs to the card, where its result shall go, and its sampling's inputs if they lie here."""
+        """Copy a step to the card: its inputs, where its result shall go, and the sampling of `key`. None: it has
+        none, or one too large for this memory."""
         start = self._card.inputs_nbytes - _nbytes(layout)
         stop = self._card.inputs_nbytes + _REPLY_TO_BYTES + (key.input_nbytes if key is not None else 0)
         pair = self._copies.get((start, stop))
@@ -83,8 +95,7 @@ class FlightMemory:
 
     def took(self) -> int:
         """ns from the first kernel of the step's graphs to their last one, by the card's clock."""
-        start, end = self._times.tolist()
-        return int(end - start)
+        return int(self._times[ENDED] - self._times[_BEGUN])
 
 
 def result_words(key: PackedKey) -> int:
@@ -93,7 +104,7 @@ def result_words(key: PackedKey) -> int:
 
 
 def _nbytes(layout: Layout) -> int:
-    """Of its inputs, which begin as evenly as kernels were compiled for."""
+    """Of its inputs, rounded up so that they begin at a multiple of 16 bytes, as kernels were compiled for."""
     return -(-layout.size // 2) * 16
 
 

@@ -130,14 +130,14 @@ def awaiting_intervals(recording: Recording, window: Window) -> Intervals:
 
 
 def held_intervals(recording: Recording) -> Intervals:
-    """When the loop was 1 ms late or more: a heartbeat's delay, an AWAIT's time after its step's end, or the time in
-    which the first work waited to be planned.
+    """When the loop was 1 ms late or more: a heartbeat's delay, an AWAIT's time after its step's end, the time in which
+    the first work waited to be planned, or the iteration that the loop has between a step's COMMIT and what comes next.
 
     A lower bound: between two heartbeats (20 ms) nobody else is waiting who would notice.
     """
     lags = recording.lags
     beats = np.stack([lags["at"] - lags["lag"], lags["at"]], axis=1)
-    late = np.concatenate([beats, wakes(recording), _starts(recording)])
+    late = np.concatenate([beats, wakes(recording), _starts(recording), _iterations(recording)])
     return union(late[late[:, 1] - late[:, 0] >= LATE_NS])
 
 
@@ -157,6 +157,18 @@ def _starts(recording: Recording) -> Intervals:
     in_flight = (flight >= 0) & (begun < np.append(flying[:, 1], 0)[flight])
     waited = np.stack([begun, planned], axis=1)
     return waited[~in_flight & (begun < planned) & (planned < stretches[:, 1])]
+
+
+def _iterations(recording: Recording) -> Intervals:
+    """From the COMMIT of each step to the AWAIT of the next one, or a PLAN before: the loop has an iteration of its own
+    in between."""
+    spans = recording.spans
+    commits, awaits, plans = (spans[spans["phase"] == phase] for phase in (Phase.COMMIT, Phase.AWAIT, Phase.PLAN))
+    found, following = match(commits["ref"] + 1, awaits["ref"])
+    committed, awaited = commits["end"][found], awaits["start"][following]
+    starts = np.append(np.sort(plans["start"]), np.iinfo(np.int64).max)
+    between = np.stack([committed, np.minimum(awaited, starts[np.searchsorted(starts, committed)])], axis=1)
+    return between[between[:, 0] < between[:, 1]]
 
 
 def wakes(recording: Recording) -> Intervals:
@@ -210,7 +222,7 @@ def critical_path(recording: Recording, window: Window) -> CriticalPath | None:
     """None where nothing could run.
 
     While the device works the path runs through it, whatever the host does meanwhile; while it idles, through the host,
-    unless the next step has been launched.
+    unless the next step is a replay that has been launched.
     """
     runnable, busy = runnable_intervals(recording, window), busy_intervals(recording, window)
     if not len(runnable):

@@ -25,11 +25,14 @@ import torch
 from interactive_infer import Engine, assembly
 from interactive_infer.core import cuda, graph_runner
 from interactive_infer.core.device import CPUDevice
-from interactive_infer.core.graphs import Shape
+from interactive_infer.core.device import _run as run_on_this_thread
+from interactive_infer.core.shapes import Shape
+from interactive_infer.waiting import Completion
 from tests.core.interpreter import let_scalars_be_bounds
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 NEW = 4
+RETURN = {"return_exceptions": True}
 
 
 class Graphs:
@@ -53,8 +56,8 @@ class Graphs:
     def replay(self, key: Hashable) -> None:
         self._work[key]()
 
-    def capture(self, key: Hashable, work: Callable[[], object]) -> None:
-        if isinstance(key, Shape):  # a second sampling would count in the penalties
+    def capture(self, key: Hashable, work: Callable[[], object], *, uses_blas: bool) -> None:
+        if uses_blas:  # a second sampling would count in the penalties
             Graphs.in_capture = True
             try:
                 Graphs.capturing()
@@ -89,16 +92,31 @@ class CaptureThread:
 
 
 class Card(CPUDevice):
-    """In place of `core.cuda.CUDADevice`."""
+    """In place of `core.cuda.CUDADevice`: what may be launched here is run here, while the thread has nothing.
+
+    `here`: how much was; `told`: how much of it says itself how long it took.
+    """
 
     def __init__(self, torch_device: torch.device, waiting: str) -> None:
         super().__init__()
         self.stream = Stream()
-        self.here = 0
+        self.here = self.told = 0
+        self._last: Completion[Any] | None = None
 
-    def submit(self, work: Callable[[], Callable[[], Any]], *, here: bool = False, took: Any = None) -> Any:
-        self.here += here
-        return super().submit(work)
+    def submit(
+        self, work: Callable[[], Callable[[], Any]], *, here: bool = False, took: Callable[[], int] | None = None
+    ) -> Any:
+        if here and (self._last is None or self._last.done()):
+            self.here += 1
+            self.told += took is not None and took() >= 0
+            self._last = Completion()
+            run_on_this_thread(work, self._last)
+        else:
+            self._last = super().submit(work)
+        return self._last
+
+    def give_back(self) -> None:
+        pass
 
 
 def simulate() -> None:
@@ -146,7 +164,10 @@ async def run(name: str) -> dict[str, Any]:
         expected = [reference(model, prompt(n)) for n in lengths]
         found["together"] = await greedy(engine, *lengths) == expected
         found["layers"], found["launches"] = engine.info().layers, engine.info().launches
-        found["launched on the loop"] = engine._parts.device.here
+        steps = engine.timeline.recorder.snapshot().steps
+        found["replayed"], found["steps"] = int(steps["graph"].sum()), len(steps)
+        found["launched on the loop"], found["told"] = engine._parts.device.here, engine._parts.device.told
+        found["sampled"] = int((steps["sampled"] > 0).sum())
 
         hook = model.register_forward_hook(lambda *_: None)
         found["with a hook"] = (await greedy(engine, 17))[0] == expected[0]
@@ -247,6 +268,32 @@ async def captures_that_fail() -> dict[str, Any]:
     return {**found, "warnings": [str(warning.message) for warning in caught]}
 
 
+async def launches_that_fail() -> dict[str, Any]:
+    """Once in the middle, after its inputs were sent; then twice before anything was, on the loop."""
+    found: dict[str, Any] = {}
+    model = tiny_model("llama")
+    expected = reference(model, prompt(9))
+    async with await load_small("llama", model=model) as engine:
+        runner = engine._parts.runner
+
+        def fail(*_: object) -> None:
+            failures.append(True)
+            raise ArithmeticError("a launch that fails")
+
+        for owner, name, times in ((runner._graphs, "replay", 1), (runner, "_pack_sampling", 2)):
+            failures: list[bool] = []
+            found[name] = []
+            setattr(owner, name, fail)
+            for _ in range(times):
+                ended = await asyncio.gather(*(engine.generate(prompt(n), max_tokens=3) for n in (5, 9)), **RETURN)
+                found[name] += [type(error).__name__ for error in ended]
+            delattr(owner, name)
+            found[f"{name} failed"] = len(failures)
+            found[f"text after {name}"] = (await greedy(engine, 9))[0] == expected
+        engine._parts.cache.check(held=[])
+    return found
+
+
 async def fixed_rope() -> dict[str, Any]:
     async with await load_small("phi3_longrope") as engine:
         await greedy(engine, 5)
@@ -271,7 +318,8 @@ async def smallest_cache() -> dict[str, Any]:
     return {**found, "kinds at load": sorted(kinds, key=str)}
 
 
-CASES = {case.__name__: case for case in (hook_at_load, captures_that_fail, fixed_rope, smallest_cache)}
+_CASES = (hook_at_load, captures_that_fail, launches_that_fail, fixed_rope, smallest_cache)
+CASES = {case.__name__: case for case in _CASES}
 
 
 if __name__ == "__main__":

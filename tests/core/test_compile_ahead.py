@@ -36,6 +36,7 @@ def test_check_and_capture_find_every_kernel_compiled_and_loaded(name: str, cach
     assert found["late"] == found["loaded late"] == []
     assert set(found["loaded"]) == set(found["ahead"])
     kernels = {"_norm_kernel", "_rope_store_kernel", "_prefill_kernel", "_decode_kernel", "_draw_kernel"}
+    kernels |= {"_clock_kernel", "_reply_kernel"}
     assert kernels <= set(found["ahead"])
     assert list(dict.fromkeys(found["stages"]))[-3:] == ["checking", "compiling kernels", "capturing"]
     assert any(cache.iterdir()), "they are kept"

@@ -54,6 +54,12 @@ class Stream:
         self.device = device
         self.priority = priority
         self.waits_for: list[object] = []
+        self.synchronized = 0
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        if Card.failure is not None:
+            raise Card.failure
 
     def wait_stream(self, other: object) -> None:
         self.waits_for.append(other)
@@ -121,6 +127,12 @@ def test_how_long_the_card_says_it_took_counts_from_the_end(device):
     assert begin.at is None, "an event that nobody asks takes the card's time"
 
 
+def test_a_clock_that_runs_backwards_makes_no_step_that_ends_before_it_begins(device):
+    completion = device.submit(lambda: lambda: None, took=lambda: -5)
+    done(completion)
+    assert completion.end_ns == completion.start_ns
+
+
 def test_a_quick_launch_is_made_by_the_caller_unless_others_are_before_it(device):
     here = threading.current_thread()
     by = []
@@ -168,6 +180,7 @@ def test_a_failing_launch_fails_its_completion_alone(device):
     failed = device.submit(bad, here=True)
     with pytest.raises(ValueError, match="own"):
         done(failed)
+    assert device.stream.synchronized == 1, "what it had launched may still use its memory"
     assert done(device.submit(lambda: lambda: 1, here=True)) == 1
 
 
@@ -212,6 +225,17 @@ def test_who_polls_needs_no_thread_of_ours(waiting):
     assert not later.wait(0.01)
     held.held.set()
     assert done(later) == 6
+    device.close()
+
+
+@pytest.mark.parametrize("waiting", ["thread", "spin", "block"])
+def test_a_result_that_cannot_be_read_fails_its_completion_alone(waiting):
+    device = CUDADevice(PLACE, waiting)
+    failed = device.submit(lambda: lambda: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="ZeroDivisionError"):
+            done(failed)
+    assert done(device.submit(lambda: lambda: 1)) == 1
     device.close()
 
 
@@ -296,6 +320,7 @@ def test_streams_are_lent_again():
     other = CUDADevice(PLACE)
     assert other.stream is not stream
     first.close()
+    first.give_back()
     third = CUDADevice(PLACE)
     assert stream in (third.stream, third._clock_stream)
     assert stream.priority < 0, "of the usual ones torch gives the same to others"

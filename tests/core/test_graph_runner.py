@@ -12,7 +12,7 @@ import pytest
 from interactive_infer.core.sampling_table import LOGPROBS_ROOMS
 
 MODELS = ("llama", "gemma2")  # one with fused layers; one without, with windows and soft caps
-CASES = ("hook_at_load", "captures_that_fail", "fixed_rope", "smallest_cache")
+CASES = ("hook_at_load", "captures_that_fail", "launches_that_fail", "fixed_rope", "smallest_cache")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,22 @@ def test_which_layers_are_fused(found):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_that_are_replayed_are_launched_by_the_caller(found, name):
-    assert found[name]["launched on the loop"] > 4
+    case = found[name]
+    assert case["launched on the loop"] == case["replayed"] == case["steps"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_that_sample_say_how_long_they_took(found, name):
+    assert 4 < found[name]["told"] == found[name]["sampled"] < found[name]["steps"]
+
+
+def test_a_launch_that_fails_ends_its_texts_and_spoils_no_others(found):
+    case = found["launches_that_fail"]
+    assert case["replay"] == ["DeviceError"] * 2
+    assert case["_pack_sampling"] == ["ArithmeticError"] * 4
+    assert case["replay failed"] > 0
+    assert case["_pack_sampling failed"] == 2
+    assert case["text after replay"] is case["text after _pack_sampling"] is True
 
 
 def test_a_hook_at_load_is_captured_nowhere(found):

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interactive_infer.core.graphs import Shape, Shapes
 from interactive_infer.core.scheduler import Plan, Row
+from interactive_infer.core.shapes import Shape, Shapes
 from interactive_infer.core.staging import Layout, PageTables, exact_shape, fill
 
 SLOTS = 8

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interactive_infer.core.graphs import Shape, Shapes
 from interactive_infer.core.sampling_packed import PackedInputs, PackedKey
+from interactive_infer.core.shapes import Shape, Shapes
 from interactive_infer.core.staging import Layout
 from interactive_infer.core.step_memory import CardMemory, FlightMemory, result_words
 

@@ -360,16 +360,16 @@ def check_prefetch() -> None:
 
 def check_reply(_: torch.dtype, device: str) -> None:
     """More words than one round takes, to an address that is read on the card; and none to address 0."""
-    from interactive_infer.core.kernels.triton_reply import note_begin, reply
+    from interactive_infer.core.kernels.triton_reply import reply, write_clock
 
     result = torch.arange(2500, dtype=torch.int64, device=device)
     host = torch.full((2500,), -1, dtype=torch.int64, pin_memory=device == "cuda")
     to = torch.tensor([host.data_ptr(), 0], device=device)
-    reply(result, to[1:], 2500)
+    reply(result, to[1:], 2500, clock_at=1)
     for words in (2, 1024, 2100):
         host.fill_(-1)
-        note_begin(result)
-        reply(result, to, words)
+        write_clock(result)
+        reply(result, to, words, clock_at=1)
         if device == "cuda":
             torch.cuda.synchronize()
             begun, ended = host[:2].tolist()

@@ -169,6 +169,26 @@ def test_a_replay_left_to_a_thread_waits_for_the_thread() -> None:
     assert (bubble.cause, bubble.share) == ("garbage collection", 0.7)
 
 
+def test_what_holds_the_loop_between_a_commit_and_the_next_plan_is_a_late_loop() -> None:
+    """The loop has an iteration of its own there, with a step in flight, which ends meanwhile."""
+    recorder = Recorder()
+    recorder.runnable(T, 1)
+    for number, (start, end) in enumerate([(0, 10), (10, 20), (42, 50)], start=1):
+        recorder.step(*at(start, end), step_id=number, batch_size=1, tokens=1, prefill_tokens=0)
+    recorder.record(Phase.LAUNCH, *at(-2, -1), 1)
+    recorder.record(Phase.LAUNCH, *at(-1, 0), 2)
+    recorder.record(Phase.COMMIT, *at(10, 11), 1)
+    recorder.record(Phase.PLAN, *at(40, 41), 3)
+    recorder.record(Phase.LAUNCH, *at(41, 42), 3)
+    recorder.record(Phase.AWAIT, *at(42, 42.1), 2)
+    recorder.record(Phase.COMMIT, *at(42.1, 42.5), 2)
+    recorder.record(Phase.AWAIT, *at(42.5, 50), 3)
+    held = recorder.snapshot()
+    assert (held_intervals(held) - T).tolist() == [[11 * MS, 40 * MS]]
+    (bubble,) = find_bubbles(held, (T, T + 50 * MS))
+    assert (bubble.cause, bubble.share) == ("late loop", pytest.approx(20 / 22))
+
+
 def test_a_launch_that_a_thread_has_yet_to_begin_is_launch_latency() -> None:
     recorder = Recorder()
     recorder.runnable(T, 1)

@@ -69,7 +69,7 @@ def _compile(asked: set[object], kernel: Any, grid: tuple[int, ...], *args: obje
 
 
 def _kind(value: object) -> object:
-    """What Triton compiles an argument of a kernel for, that is no constant of it."""
+    """What Triton specializes an argument on that is not a constant of the kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):

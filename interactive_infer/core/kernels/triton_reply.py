@@ -11,17 +11,16 @@ from triton.language.extra.cuda import globaltimer
 
 from interactive_infer.core.kernels.launch import launch
 
-_BEGUN, _ENDED = tl.constexpr(0), tl.constexpr(1)
 _BLOCK = 1024
 
 
 @triton.jit
-def _begin_kernel(result):
-    tl.store(result + _BEGUN, globaltimer())
+def _clock_kernel(at):
+    tl.store(at, globaltimer())
 
 
 @triton.jit(do_not_specialize=["words"])
-def _reply_kernel(result, to, words, BLOCK: tl.constexpr, CLOCK: tl.constexpr):
+def _reply_kernel(result, to, words, BLOCK: tl.constexpr, CLOCK_AT: tl.constexpr):
     address = tl.load(to)
     if address != 0:
         host = address.to(tl.pointer_type(tl.int64))
@@ -29,24 +28,29 @@ def _reply_kernel(result, to, words, BLOCK: tl.constexpr, CLOCK: tl.constexpr):
         for first in range(0, words, BLOCK):
             at = first + lane
             value = tl.load(result + at, mask=at < words)
-            if CLOCK:
-                value = tl.where(at == _ENDED, globaltimer(), value)
+            if CLOCK_AT >= 0:
+                value = tl.where(at == CLOCK_AT, globaltimer(), value)
             tl.store(host + at, value, mask=at < words)
 
 
-def note_begin(result: torch.Tensor) -> None:
-    """Write the card's own clock, in ns, into `result[0]` (int64) once everything before is done. On a CPU nothing."""
-    if result.device.type == "cuda":
-        launch(_begin_kernel, 1)(result, num_warps=1)
+def has_clock(device: torch.device) -> bool:
+    """Whether kernels on it can read a clock (in Triton's interpreter they cannot)."""
+    return device.type == "cuda"
 
 
-def reply(result: torch.Tensor, to: torch.Tensor, words: int) -> None:
+def write_clock(at: torch.Tensor) -> None:
+    """Write the card's own clock, in ns, into `at[0]` (int64) once everything before is done; without one nothing."""
+    if has_clock(at.device):
+        launch(_clock_kernel, 1)(at, num_warps=1)
+
+
+def reply(result: torch.Tensor, to: torch.Tensor, words: int, *, clock_at: int) -> None:
     """Copy the first `words` of `result` (int64) to the host's memory at the address `to[0]` (int64), once everything
-    before is done; for word 1 the card's own clock (on a CPU nothing). Address 0: to nobody.
+    before is done; as word `clock_at` the card's own clock, in ns, where it has one. Address 0: to nobody.
 
     The memory is pinned, so the card reaches it at the same address (unified addressing, CUDA C++ Programming Guide),
     and whoever has waited for what comes after finds it written. A copy by the card's copy engine would stand between
     this step and the next.
     """
-    clock = result.device.type == "cuda"
-    launch(_reply_kernel, 1)(result, to, words, BLOCK=_BLOCK, CLOCK=clock, num_warps=4)
+    clock_at = clock_at if has_clock(result.device) else -1
+    launch(_reply_kernel, 1)(result, to, words, BLOCK=_BLOCK, CLOCK_AT=clock_at, num_warps=4)

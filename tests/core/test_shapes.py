@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interactive_infer.core.graphs import Shape, Shapes
+from interactive_infer.core.shapes import Shape, Shapes
 
 
 @st.composite
