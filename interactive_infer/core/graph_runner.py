@@ -26,7 +26,7 @@ from interactive_infer.core.decoder import FusedDecoder, Ops
 from interactive_infer.core.device import WorkThread
 from interactive_infer.core.graphs import Graphs
 from interactive_infer.core.kernels import triton_linear, triton_ops
-from interactive_infer.core.kernels.launch import can_compile_ahead, compiling_ahead, is_compiling_ahead
+from interactive_infer.core.kernels.launch import can_compile_ahead, compile_ahead, is_compiling_ahead
 from interactive_infer.core.kernels.triton_reply import reply, write_clock
 from interactive_infer.core.model_watch import ModelWatch
 from interactive_infer.core.own_forward import OwnForward, PackedStep
@@ -394,12 +394,16 @@ class GraphRunner:
         """
         if isinstance(self.decoder, str) or self.decoder.change() is not None or not can_compile_ahead():
             return
-        begin()
-        card = self._device.torch_device
-        with torch.cuda.device(card), torch.cuda.stream(self._device.stream), compiling_ahead(card):
+
+        def launch_all() -> None:
             check()
             for _, work in self._works():
                 work()
+
+        begin()
+        card = self._device.torch_device
+        with torch.cuda.device(card), torch.cuda.stream(self._device.stream):
+            compile_ahead(card, launch_all)
 
     @torch.no_grad()
     def capture_all(self, progress: Callable[[float], None]) -> None:

@@ -37,7 +37,8 @@ class JoinedLinears:
     def separate(self) -> None:
         """Give each layer a storage of its own again, unless another decoder relies on the common one."""
         with _holders_lock:
-            left = _holders.pop(self._linears[0]) - 1
+            # The collector takes engine and model together, and clears weak references first: the count is gone then.
+            left = _holders.pop(self._linears[0], 1) - 1
             if left:
                 _holders[self._linears[0]] = left
                 return

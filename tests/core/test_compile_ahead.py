@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
 FUSED = ("llama", "qwen3", "mistral")
 
 
@@ -23,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(name: str, cache: Path) -> dict[str, Any]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "tests.core.compiling_card", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -48,6 +49,27 @@ def test_a_models_own_forward_is_not_run_for_it(cache: Path) -> None:
     assert found["ahead"] == []
     assert "_decode_kernel" in found["late"]
     assert "compiling kernels" not in found["stages"]
+
+
+def test_an_interrupt_leaves_nothing_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not Triton's mode either, in which nothing is compiled but by threads that are gone."""
+    from triton.runtime import _async_compile
+
+    from interactive_infer.core.kernels.launch import compile_ahead, is_compiling_ahead
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    inside: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_async_compile, "as_completed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compile_ahead(torch.device("cpu"), lambda: inside.append(is_compiling_ahead()))
+    assert inside == [True]
+    assert _async_compile.active_mode.get() is None
+    assert not is_compiling_ahead()
+    compile_ahead(torch.device("cpu"), lambda: inside.append(is_compiling_ahead()))
+    assert inside == [True, True]
 
 
 def test_a_call_is_asked_for_once_by_what_it_is_compiled_for() -> None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from interactive_infer.core import decoder as decoders
+from interactive_infer.core import joining
 from interactive_infer.core.attention.interface import attach
 from interactive_infer.core.attention.sdpa import RowSpan
 from interactive_infer.core.decoder import FusedDecoder, WeightLayout, fuse
@@ -394,6 +395,18 @@ def storages(model: Any) -> set[int]:
 def total_bytes(model: Any) -> int:
     found = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(found.values())
+
+
+def test_layers_are_separated_also_when_the_collector_took_the_count_first():
+    """It clears weak references before it runs finalizers, if it takes engine and model together."""
+    linears = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)]
+    weights = [linear.weight.clone() for linear in linears]
+    joined = joining.JoinedLinears(linears)
+    assert linears[0].weight.untyped_storage().data_ptr() == linears[1].weight.untyped_storage().data_ptr()
+    joining._holders.clear()
+    joined.separate()
+    assert linears[0].weight.untyped_storage().data_ptr() != linears[1].weight.untyped_storage().data_ptr()
+    assert all(torch.equal(linear.weight, weight) for linear, weight in zip(linears, weights, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["as they are", "packed"])

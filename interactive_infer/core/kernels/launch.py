@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache, partial
@@ -52,7 +52,7 @@ def options(device: torch.device, *, overlap: bool = True, **options: Any) -> di
 
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """`launch(kernel, 3, 2)(…)`: launches `kernel` on that grid. In `compiling_ahead` it only has it compiled."""
+    """`launch(kernel, 3, 2)(…)`: launches `kernel` on that grid. In `compile_ahead` it only has it compiled."""
     asked = _asked.get()
     if asked is not None:
         return partial(_compile, asked, kernel, grid)
@@ -83,24 +83,29 @@ def can_compile_ahead() -> bool:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether this thread is inside of `compiling_ahead`."""
+    """Whether this is inside of `compile_ahead`."""
     return _asked.get() is not None
 
 
-@contextlib.contextmanager
-def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """What `launch` is asked for meanwhile, on this thread, is compiled and loaded, as many kernels at a time as we
-    have cores, and not run: what they would have written holds anything. All are ready at the end.
+def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
+    """Call `work`. What it asks `launch` for is compiled and loaded, as many kernels at a time as we have cores, and
+    not run: what they would have written holds anything. All are ready at the end.
 
     An engine has dozens, which would else be compiled one by one. One that fails will tell when it is launched.
     """
+    # In a context of its own: an interrupt leaves Triton's mode switched on, and what it asked for waiting.
+    contextvars.copy_context().run(_compile_ahead, device, work)
+
+
+def _compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(cores) as threads, triton.AsyncCompileMode(_Loading(threads, device), ignore_errors=True):
-        token = _asked.set(set())
-        try:
-            yield
-        finally:
-            _asked.reset(token)
+    threads = ThreadPoolExecutor(cores)
+    _asked.set(set())
+    try:
+        with triton.AsyncCompileMode(_Loading(threads, device), ignore_errors=True):
+            work()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 class _Loading:
