@@ -176,7 +176,7 @@ class _Polled(Completion[T]):
                 if not super().done() and self._event.query():
                     value, (start_ns, end_ns) = self._read(), self._interval()
                     self.set_result(value, start_ns=start_ns, end_ns=end_ns)
-            except BaseException as error:  # as a `Waiter` does
+            except Exception as error:  # an interrupt is its caller's
                 self.set_exception(device_error(error))
             finally:
                 self._asking.release()
