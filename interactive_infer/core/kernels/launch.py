@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from typing import Any
 
@@ -94,7 +93,7 @@ def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
     An engine has dozens, which would else be compiled one by one. One that fails will tell when it is launched.
     """
     # In a context of its own: an interrupt leaves Triton's mode switched on, and what it asked for waiting.
-    contextvars.copy_context().run(_compile_ahead, device, work)
+    copy_context().run(_compile_ahead, device, work)
 
 
 def _compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
