@@ -67,7 +67,7 @@ _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
 _SAMPLING_BYTES = 2 << 20
-"""At least so much room has a step's sampling; with a quarter of a million entries of logit bias it goes on its own."""
+"""At least so much room for a step's sampling: one with hundreds of thousands of logit biases is sent on its own."""
 
 
 class _ChangedError(Exception):
@@ -129,7 +129,6 @@ class GraphRunner:
         self._capturing = WorkThread(f"interactive_infer capture {card}")
         self._asked: set[Shape | PackedKey] = set()
         self._uncapturable: str | None = None
-        self._forward_captured = False
         self._closed = False
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -269,13 +268,12 @@ class GraphRunner:
         try:
             with self._recorder.span(Phase.CAPTURE):
                 self._graphs.capture(key, look_work_look, uses_blas=forward)
-            self._forward_captured |= forward
         except Exception as error:
             if forward and (isinstance(error, _ChangedError) or self._watch.change() is not None):
                 self._asked.discard(key)  # a step asks again once the model is what it was
                 return
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'it says no more')}"
-            if forward and not self._forward_captured:
+            if forward and not any(shape in self._graphs for shape in self._layouts):
                 self._uncapturable = why
                 warnings.warn(
                     f"the model's forward cannot be captured in a CUDA graph ({why}): steps are launched one kernel at "
@@ -458,9 +456,8 @@ class GraphRunner:
         """Let go of model, pools, graphs and state; nothing may be in flight."""
         self._closed = True
         self._capturing.close()
-        if not self._device.lost:
-            with contextlib.suppress(torch.AcceleratorError):
-                self._device.stream.synchronize()  # a loop that was closed left steps in flight: they write to the host
+        with contextlib.suppress(torch.AcceleratorError):
+            self._device.stream.synchronize()  # a loop that was closed left steps in flight, which write to their host
         if self._device.lost:
             # torch records an event when it frees pinned memory, and ends the process where that fails.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._flight_memories))

@@ -12,7 +12,14 @@ import pytest
 from interactive_infer.core.sampling_table import LOGPROBS_ROOMS
 
 MODELS = ("llama", "gemma2")  # one with fused layers; one without, with windows and soft caps
-CASES = ("hook_at_load", "captures_that_fail", "launches_that_fail", "fixed_rope", "smallest_cache")
+CASES = (
+    "hook_at_load",
+    "captures_that_fail",
+    "one_capture_that_fails",
+    "launches_that_fail",
+    "fixed_rope",
+    "smallest_cache",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,15 @@ def test_a_forward_that_cannot_be_captured_is_warned_of_once_and_runs(found):
     assert "slower" in case["warnings"][0]
     assert "cannot be captured: AssertionError" in case["launches"]
     assert case["tokens"] == 2
+
+
+def test_one_shape_that_cannot_be_captured_leaves_the_others_their_graphs(found):
+    case = found["one_capture_that_fails"]
+    assert case["forwards"] == case["captures"] - 1 > 2
+    assert case["warnings"] == 0, "which says that the model cannot be captured"
+    assert "CUDA graphs" in case["launches"]
+    assert case["replayed"] > 0
+    assert case["texts"] is True
 
 
 def test_positions_that_the_engine_fixed_do_not_keep_a_model_from_its_graphs(found):
