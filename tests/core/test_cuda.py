@@ -228,6 +228,16 @@ def test_who_polls_needs_no_thread_of_ours(waiting):
     device.close()
 
 
+@pytest.mark.parametrize("waiting", ["spin", "block"])
+def test_who_polls_may_wait_for_what_has_yet_to_be_launched(waiting):
+    device, gate = CUDADevice(PLACE, waiting), threading.Event()
+    completion = device.submit(lambda: gate.wait(10) and (lambda: 5))
+    threading.Timer(0.02, gate.set).start()
+    assert completion.wait()
+    assert completion.result() == 5
+    device.close()
+
+
 @pytest.mark.parametrize("waiting", ["thread", "spin", "block"])
 def test_a_result_that_cannot_be_read_fails_its_completion_alone(waiting):
     device = CUDADevice(PLACE, waiting)
